@@ -1,0 +1,1 @@
+"""HTTP in, text out. Knows no block and no batch."""

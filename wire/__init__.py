@@ -1,0 +1,1 @@
+"""What travels between services, and how a process joins in. The one shared package."""

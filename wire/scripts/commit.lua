@@ -1,0 +1,48 @@
+#!lua flags=allow-oom
+-- The commit point: tokens exist once this has run. All of it, or nothing.
+-- KEYS: epoch, log, requests, stats
+-- ARGV: epoch, number of the commit (dense, from 1 in each epoch), body for the log, msgpack of
+--   {trim    = 1 to drop the log before this entry,
+--    updates = {{req key, {field, value, …}}, …},
+--    tokens  = {{tok key, byte offset, bytes}, …},
+--    ended   = {{req key, tok key, entry id}, …},
+--    entries = {entry id, …}      further entries of `requests` that are done with,
+--    outs    = {{out key, body}, …},
+--    stats   = {field, value, …},
+--    retention = ms, out_length = entries}
+-- Returns "OK", or "DONE" if this very commit was applied before.
+-- Errors: FENCED if another epoch leads, GAP if an earlier commit is missing. Both before any write.
+local epoch, n = ARGV[1], tonumber(ARGV[2])
+if redis.call('GET', KEYS[1]) ~= epoch then
+  return redis.error_reply('FENCED another epoch leads')
+end
+local id, last = epoch .. '-' .. ARGV[2], '0-0'
+if redis.call('EXISTS', KEYS[2]) == 1 then
+  local info = redis.call('XINFO', 'STREAM', KEYS[2])
+  for i = 1, #info, 2 do
+    if info[i] == 'last-generated-id' then last = info[i + 1] end
+  end
+end
+if last == id then return 'DONE' end
+local last_epoch, last_n = last:match('^(%d+)-(%d+)$')
+if last_epoch ~= epoch then last_n = 0 end
+if tonumber(last_n) ~= n - 1 then
+  return redis.error_reply('GAP expected commit ' .. (tonumber(last_n) + 1) .. ', got ' .. n)
+end
+local part = cmsgpack.unpack(ARGV[4])
+
+if part.trim == 1 then redis.pcall('XTRIM', KEYS[2], 'MINID', id) end
+redis.call('XADD', KEYS[2], id, 'tokens', part.num_tokens, 'body', ARGV[3])
+for _, one in ipairs(part.updates) do redis.pcall('HSET', one[1], unpack(one[2])) end
+for _, one in ipairs(part.tokens) do redis.pcall('SETRANGE', one[1], one[2], one[3]) end
+for _, one in ipairs(part.ended) do
+  redis.pcall('PEXPIRE', one[1], part.retention)
+  redis.pcall('PEXPIRE', one[2], part.retention)
+  redis.pcall('XDEL', KEYS[3], one[3])
+end
+for _, entry in ipairs(part.entries) do redis.pcall('XDEL', KEYS[3], entry) end
+for _, one in ipairs(part.outs) do
+  redis.pcall('XADD', one[1], 'MAXLEN', '~', part.out_length, id, 'body', one[2])
+end
+if #part.stats > 0 then redis.pcall('HSET', KEYS[4], unpack(part.stats)) end
+return 'OK'

@@ -1,0 +1,155 @@
+"""How a process lives: logging, signals, start-up failures, exit codes. The same for all three.
+
+A service is an async function of (settings, stopping): it serves until the event `stopping` is set,
+then ends in order. Exit codes: 0 after an orderly end, 2 for a setting that cannot work, 1 for
+anything else that stops it. Whoever starts it gets a sentence, never a traceback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import structlog
+
+from wire.bus import Bus, BusDownError, BusError
+from wire.config import Settings, SettingsError, load
+
+log = structlog.get_logger()
+
+Service = Callable[[Settings, asyncio.Event], Awaitable[None]]
+
+HEARTBEAT_S = 0.3
+
+
+class StartupError(Exception):
+    """The service cannot run here; the text says why. Exit code 1."""
+
+
+def run(name: str, service: Service, assignments: Sequence[str] = ()) -> int:
+    """Run a service until a signal or its own end. Returns the exit code."""
+    try:
+        settings = load(assignments)
+    except SettingsError as error:
+        complain(name, str(error))
+        return 2
+    configure_logging(settings)
+    structlog.contextvars.bind_contextvars(service=name, pid=os.getpid())
+    try:
+        asyncio.run(_serve(service, settings))
+    except BaseExceptionGroup as group:
+        return _exit_code(name, _first(group))
+    except Exception as error:
+        return _exit_code(name, error)
+    return 0
+
+
+def parse_assignments(argv: Sequence[str]) -> list[str]:
+    """Read `--set NAME=VALUE …` from the command line of `python -m <service>`."""
+    assignments, rest = [], list(argv)
+    while rest:
+        flag = rest.pop(0)
+        if flag == "--set" and rest:
+            assignments.append(rest.pop(0))
+        elif flag.startswith("--set="):
+            assignments.append(flag.removeprefix("--set="))
+        else:
+            complain("arguments", f"{flag}: only --set NAME=VALUE is understood")
+            raise SystemExit(2)
+    return assignments
+
+
+async def _serve(service: Service, settings: Settings) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    interrupts = 0
+
+    def on_signal() -> None:
+        nonlocal interrupts
+        interrupts += 1
+        stopping.set()
+        if interrupts > 1:  # asked twice: no more waiting
+            os._exit(0)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    await service(settings, stopping)
+
+
+async def connect(settings: Settings, stopping: asyncio.Event, patience_s: float = 30.0) -> Bus:
+    """Reach Redis, waiting for it while it starts.
+
+    Raises:
+        StartupError: it cannot be reached, or is a server that would lose requests.
+
+    """
+    bus = Bus.connect(settings)
+    deadline = time.monotonic() + patience_s
+    problem = "stopped before Redis answered"
+    while not stopping.is_set():
+        try:
+            found = await bus.check_server()
+        except BusDownError as error:
+            problem = str(error)
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.1)
+            continue
+        if found is None:
+            return bus
+        problem = found
+        break
+    await bus.close()
+    raise StartupError(f"REDIS_URL={settings.redis_url}: {problem}")
+
+
+def configure_logging(settings: Settings) -> None:
+    """Set structlog up: one event a line, on standard error."""
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    renderer: Any = (
+        structlog.processors.JSONRenderer()
+        if settings.log_format == "json"
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+
+
+def complain(name: str, sentence: str) -> None:
+    """Tell the person who started the process, on standard error."""
+    sys.stderr.write(f"{name}: {sentence}\n")
+    sys.stderr.flush()
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _exit_code(name: str, error: BaseException) -> int:
+    if isinstance(error, SettingsError):
+        complain(name, str(error))
+        return 2
+    if isinstance(error, StartupError | BusError):
+        complain(name, str(error))
+        return 1
+    raise error
