@@ -11,14 +11,16 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from importlib import metadata
+from typing import Any, NoReturn
 
 import structlog
 
-from wire.bus import Bus, BusDownError, BusError
+from wire.bus import Bus, BusDownError, BusError, BusFullError
 from wire.config import Settings, SettingsError, load
 
 log = structlog.get_logger()
@@ -107,6 +109,43 @@ async def connect(settings: Settings, stopping: asyncio.Event, patience_s: float
         break
     await bus.close()
     raise StartupError(f"REDIS_URL={settings.redis_url}: {problem}")
+
+
+async def heartbeat(  # noqa: PLR0917 - who beats, then what it says: one line at each caller
+    bus: Bus,
+    role: str,
+    name: str,
+    incarnation: str,
+    fields: Callable[[], Mapping[str, Any]],
+    ttl_s: float,
+) -> NoReturn:
+    """Say every HEARTBEAT_S that this process lives, until cancelled.
+
+    `fields` is asked anew for each beat; `beats`, `pid`, `host`, `started_ms` and `version` are
+    added to what it says. Redis may go and come back meanwhile. The first beat takes the name over;
+    raises FencedError once another incarnation has done the same.
+    """
+    who = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started_ms": time.time_ns() // 1_000_000,
+        "version": metadata.version("pagestream"),
+    }
+    beats, is_registered, is_heard = 0, False, True
+    while True:
+        beats += 1
+        try:
+            said = {**who, **fields(), "beats": beats}
+            await bus.beat(role, name, incarnation, said, ttl_s, renew=is_registered)
+        except (BusDownError, BusFullError) as error:
+            if is_heard:
+                log.warning("heartbeat_unheard", error=str(error))
+            is_heard = False
+        else:
+            if not is_heard:
+                log.info("heartbeat_heard_again")
+            is_registered = is_heard = True
+        await asyncio.sleep(HEARTBEAT_S)
 
 
 def configure_logging(settings: Settings) -> None:

@@ -11,7 +11,8 @@
 --    stats   = {field, value, …},
 --    retention = ms, out_length = entries}
 -- Returns "OK", or "DONE" if this very commit was applied before.
--- Errors: FENCED if another epoch leads, GAP if an earlier commit is missing. Both before any write.
+-- Errors: FENCED if another epoch leads or has committed, GAP if an earlier commit is missing. Both
+-- before any write. An output stream lives as long as an ended request, unless its gateway gets more.
 local epoch, n = ARGV[1], tonumber(ARGV[2])
 if redis.call('GET', KEYS[1]) ~= epoch then
   return redis.error_reply('FENCED another epoch leads')
@@ -25,7 +26,12 @@ if redis.call('EXISTS', KEYS[2]) == 1 then
 end
 if last == id then return 'DONE' end
 local last_epoch, last_n = last:match('^(%d+)-(%d+)$')
-if last_epoch ~= epoch then last_n = 0 end
+if last_epoch ~= epoch then
+  if tonumber(last_epoch) > tonumber(epoch) then
+    return redis.error_reply('FENCED a later epoch has committed')
+  end
+  last_n = 0
+end
 if tonumber(last_n) ~= n - 1 then
   return redis.error_reply('GAP expected commit ' .. (tonumber(last_n) + 1) .. ', got ' .. n)
 end
@@ -43,6 +49,7 @@ end
 for _, entry in ipairs(part.entries) do redis.pcall('XDEL', KEYS[3], entry) end
 for _, one in ipairs(part.outs) do
   redis.pcall('XADD', one[1], 'MAXLEN', '~', part.out_length, id, 'body', one[2])
+  redis.pcall('PEXPIRE', one[1], part.retention)
 end
 if #part.stats > 0 then redis.pcall('HSET', KEYS[4], unpack(part.stats)) end
 return 'OK'

@@ -1,0 +1,104 @@
+"""Block tables: what a request holds of one worker's pool.
+
+Owns the growth of block tables and the publishing of full blocks. Decides nothing: it says whether
+there is room.
+
+A request's tokens over its block table, with `block_size` 4:
+
+    tokens       [0 1 2 3][4 5 6 7][8 9 . .]
+    block_ids        7        2        5
+                 published published  partial: its content has no name yet
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.core.block_pool import BlockPool, block_hash, root_hash
+from scheduler_svc.core.request import Request
+
+
+class KVCacheManager:
+    """The blocks of one worker, as the requests on it see them."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self._caching = enable_prefix_caching
+
+    def get_computed_blocks(self, request: Request) -> list[int]:
+        """Find the longest cached prefix: blocks of tokens [0, len · block_size).
+
+        Never all known tokens: the last one must run to give logits, in a block of its own.
+        """
+        if not self._caching:
+            return []
+        limit = (request.num_tokens - 1) // self.block_size
+        self._extend_hashes(request, limit)
+        hits: list[int] = []
+        for content in request.block_hashes[:limit]:
+            if (block := self.pool.find(content)) is None:
+                break
+            hits.append(block)
+        return hits
+
+    def has_room_for(self, num_tokens: int, hits: list[int]) -> bool:
+        """Whether a request without blocks could get all for `num_tokens`, given its hits."""
+        needed = self._blocks_for(num_tokens) - len(hits) + self.pool.count_idle(hits)
+        return needed <= self.pool.num_free
+
+    def allocate_slots(
+        self, request: Request, num_tokens: int, hits: list[int] | None = None
+    ) -> list[int] | None:
+        """Make room for tokens [0, num_tokens) of a request; all of it or nothing.
+
+        Hits are held before new blocks are taken, so that no request takes its own hits away.
+        Returns the blocks that its table grew by, or None if there is no room.
+        """
+        hits = hits or []
+        needed = self._blocks_for(num_tokens) - len(request.block_ids) - len(hits)
+        if needed + self.pool.count_idle(hits) > self.pool.num_free:
+            return None
+        self.pool.share(hits)
+        added = hits + self.pool.take(needed)
+        request.block_ids += added
+        request.num_published_blocks += len(hits)
+        return added
+
+    def grow(self, request: Request) -> int | None:
+        """Append one block; None if there is none. The short way for a request that decodes."""
+        if self.pool.num_free == 0:
+            return None
+        (block,) = self.pool.take(1)
+        request.block_ids.append(block)
+        return block
+
+    def publish(self, request: Request, num_computed_tokens: int) -> None:
+        """Let others hit the full blocks among tokens [0, num_computed_tokens).
+
+        They may be scheduled and not yet run: whoever hits them runs in the same step or a later
+        one of the same stream, and a step writes all its keys and values before it reads any.
+        """
+        if not self._caching:
+            return
+        full = min(num_computed_tokens, request.num_tokens) // self.block_size
+        self._extend_hashes(request, full)
+        for i in range(request.num_published_blocks, full):
+            self.pool.publish(request.block_ids[i], request.block_hashes[i])
+        request.num_published_blocks = max(full, request.num_published_blocks)
+
+    def free(self, request: Request) -> None:
+        """Give all blocks of a request up."""
+        self.pool.release(request.block_ids)
+        request.block_ids.clear()
+        request.num_published_blocks = 0
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _extend_hashes(self, request: Request, count: int) -> None:
+        hashes, size = request.block_hashes, self.block_size
+        if len(hashes) >= count:
+            return
+        parent = hashes[-1] if hashes else root_hash(request.cache_salt)
+        for i in range(len(hashes), count):
+            parent = block_hash(parent, request.token_ids[i * size : (i + 1) * size])
+            hashes.append(parent)

@@ -1,0 +1,182 @@
+"""What runs on one worker, and its steps in flight.
+
+Owns the running requests of a worker, its decode batch and the records of unanswered steps. Moves
+requests between states; which one to move is the scheduler's decision.
+
+A request that decodes costs nothing per step. All of them run in every step, so what will happen
+to one is known when it joins:
+
+- it needs a block each time that its position is a multiple of the block size, which is whenever
+  the step has one certain remainder: `_growth[remainder]` holds the requests of that remainder;
+- unless it stops early, it ends at a step known in advance: `_leaving[step]`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from scheduler_svc.core.config import WorkerCapacity
+from scheduler_svc.core.kv_cache_manager import KVCacheManager
+from scheduler_svc.core.request import Request, RequestStatus
+from scheduler_svc.core.request_queue import RequestQueue
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What the scheduler remembers of a step until its result is in."""
+
+    step_id: int
+    sampling: list[Request]  # those that sample a token in this step, in the step's order
+
+
+class Lane:
+    """One worker: its blocks, its running requests and its steps."""
+
+    def __init__(self, worker: str, capacity: WorkerCapacity, kv: KVCacheManager) -> None:
+        self.worker = worker
+        self.capacity = capacity
+        self.kv = kv
+        self.running = RequestQueue()  # PREFILLING and DECODING
+        self.prefilling = RequestQueue()
+        self.decode_batch: list[Request] = []  # DECODING; the worker derives the same list
+        self.ending: dict[int, Request] = {}
+        self.next_step = 1
+        self.last_answered_step = 0
+        self.in_flight: deque[StepRecord] = deque()
+        self.finished: list[int] = []  # to be told to the worker with the next step
+        self.preempted: list[int] = []
+        self._growth: list[dict[int, Request]] = [{} for _ in range(capacity.block_size)]
+        self._leaving: dict[int, dict[int, Request]] = {}
+
+    # ------------------------------------------------------------ joining
+
+    def start(self, request: Request) -> None:
+        """Let an admitted request run; it has blocks and tokens to catch up with."""
+        request.status = RequestStatus.PREFILLING
+        request.worker = self.worker
+        self.running.push(request)
+        self.prefilling.push(request)
+
+    def begin_decoding(self, request: Request, step_id: int) -> None:
+        """`step_id` computes the last known token of a request: from the next on, it decodes."""
+        self.prefilling.remove(request)
+        request.status = RequestStatus.DECODING
+        request.decode_base = request.num_tokens - (step_id + 1)
+        request.decode_index = len(self.decode_batch)
+        self.decode_batch.append(request)
+        self._growth[self._remainder(request)][request.num] = request
+        remaining = request.max_num_tokens - request.num_tokens - 1  # `step_id` itself samples one
+        request.leave_step = step_id + 1 + remaining
+        self._leaving.setdefault(request.leave_step, {})[request.num] = request
+
+    # ------------------------------------------------------------ known in advance
+
+    def due_for_a_block(self) -> list[Request]:
+        """Those that decode and need a new block for the next step, most urgent first."""
+        due = self._growth[self.next_step % self.capacity.block_size]
+        return sorted(due.values(), key=lambda request: request.order) if due else []
+
+    def retire(self) -> None:
+        """Take out those whose last token is on its way; they keep their blocks until it is in."""
+        for request in list(self._leaving.get(self.next_step, {}).values()):
+            self._stop_running(request)
+            self.finished.append(request.num)
+            request.status = RequestStatus.ENDING
+            self.ending[request.num] = request
+
+    # ------------------------------------------------------------ leaving
+
+    def preempt(self, request: Request) -> None:
+        """Stop a running request and take its blocks; results in flight for it still count."""
+        self._stop_running(request)
+        self.preempted.append(request.num)
+        self._send_back(request)
+
+    def finish(self, request: Request) -> None:
+        """Let go of a request that has ended."""
+        if request.status is RequestStatus.ENDING:
+            del self.ending[request.num]
+        else:
+            self._stop_running(request)
+            self.finished.append(request.num)
+        self.kv.free(request)
+
+    def release_ending(self) -> bool:
+        """Give the blocks of ending requests up early; True if that made room.
+
+        Safe: their last step is in the stream already, in front of whatever comes next.
+        """
+        held = [request for request in self.ending.values() if request.block_ids]
+        for request in held:
+            self.kv.free(request)
+        return bool(held)
+
+    def abandon(self) -> list[Request]:
+        """The worker is lost: give every request on it back, as if it had never run here."""
+        lost = [*self.running, *self.ending.values()]
+        for request in self.running:
+            if request.status is RequestStatus.DECODING:
+                request.num_computed_tokens = self.num_computed_tokens(request)
+            request.decode_index = -1
+        for request in lost:
+            self._send_back(request)
+            request.worker = None
+        return lost
+
+    def num_computed_tokens(self, request: Request) -> int:
+        """Tokens whose keys and values are computed once all dispatched steps have run."""
+        if request.status is RequestStatus.DECODING:
+            return request.decode_base + self.next_step
+        return request.num_computed_tokens
+
+    # ------------------------------------------------------------ inside
+
+    def _remainder(self, request: Request) -> int:
+        return -request.decode_base % self.capacity.block_size
+
+    def _stop_running(self, request: Request) -> None:
+        self.running.remove(request)
+        if request.status is RequestStatus.PREFILLING:
+            self.prefilling.remove(request)
+            return
+        request.num_computed_tokens = self.num_computed_tokens(request)
+        del self._growth[self._remainder(request)][request.num]
+        leaving = self._leaving[request.leave_step]
+        del leaving[request.num]
+        if not leaving:
+            del self._leaving[request.leave_step]
+        last = self.decode_batch.pop()
+        if last is not request:
+            self.decode_batch[request.decode_index] = last
+            last.decode_index = request.decode_index
+        request.decode_index = -1
+
+    def _send_back(self, request: Request) -> None:
+        self.kv.free(request)
+        request.status = RequestStatus.WAITING
+        request.resume_after = self.next_step - 1
+        request.num_preemptions += 1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all that is kept twice agrees."""
+        running, decoding = list(self.running), self.decode_batch
+        assert all(r.worker == self.worker for r in [*running, *self.ending.values()])
+        assert {r.num for r in running if r.status is RequestStatus.DECODING} == {
+            r.num for r in decoding
+        }
+        assert list(self.prefilling) == [r for r in running if r.status is RequestStatus.PREFILLING]
+        assert len(running) == len(decoding) + len(self.prefilling)
+        assert all(r.status is RequestStatus.ENDING for r in self.ending.values())
+        assert [r.decode_index for r in decoding] == list(range(len(decoding)))
+        for remainder, due in enumerate(self._growth):
+            assert all(self._remainder(r) == remainder for r in due.values())
+        assert sorted(n for due in self._growth for n in due) == sorted(r.num for r in decoding)
+        assert sorted(n for at in self._leaving.values() for n in at) == sorted(
+            r.num for r in decoding
+        )
+        size = self.capacity.block_size
+        for request in running:
+            computed = self.num_computed_tokens(request)
+            assert len(request.block_ids) == -(-computed // size), "blocks are not what is computed"
+        self.kv.pool.check_integrity(r.block_ids for r in [*running, *self.ending.values()])

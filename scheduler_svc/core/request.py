@@ -1,0 +1,107 @@
+"""One request as the scheduler knows it, and its legal states.
+
+Owns the tokens and the place of a request. Never decides where it goes next.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from wire.messages import EngineCoreRequest, SamplingParams
+
+
+class RequestStatus(Enum):
+    """Where a request is.
+
+        WAITING ──> PREFILLING ──> DECODING ──> ENDING ──> FINISHED
+           ^            │             │            │
+           └────────────┴─ preempted ─┴────────────┘      (FINISHED from anywhere)
+
+    PREFILLING: more than its last known token is still to be computed. DECODING: only that one is;
+    it is in the decode batch. ENDING: the step that samples its last token is on its way.
+    """
+
+    WAITING = auto()
+    PREFILLING = auto()
+    DECODING = auto()
+    ENDING = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A sequence to be generated.
+
+    While it is DECODING nothing here changes when a step is scheduled. The token that step `k`
+    computes has position `decode_base + k`.
+    """
+
+    num: int  # request number, also its place in the order of arrival
+    req_id: str
+    token_ids: array[int]  # prompt, then output as far as it is known
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    arrival: float  # seconds, server time
+    cache_salt: str | None = None
+
+    status: RequestStatus = RequestStatus.WAITING
+    worker: str | None = None  # where it runs, or ran before it was preempted
+    resume_after: int = 0  # step of `worker` whose result must be in before it runs again
+    num_preemptions: int = 0
+    was_started: bool = False
+
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as computed
+    num_published_blocks: int = 0
+    num_computed_tokens: int = 0  # as scheduled; stands still while DECODING
+    num_cached_tokens: int = 0  # prefix hit of the first admission
+    max_num_tokens: int = 0  # length at which it ends, set when it is admitted
+
+    decode_base: int = 0
+    decode_index: int = -1  # place in the decode batch, -1: none
+    leave_step: int = 0  # first step it takes no part in, unless it ends earlier
+
+    stop_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_ids = frozenset(self.sampling.eos_token_ids + self.sampling.stop_token_ids)
+
+    @classmethod
+    def of(cls, num: int, request: EngineCoreRequest, arrival: float) -> Request:
+        """Begin the bookkeeping of an accepted request."""
+        return cls(
+            num=num,
+            req_id=request.req_id,
+            token_ids=request.prompt_token_ids + request.output_token_ids,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            sampling=request.sampling,
+            arrival=arrival,
+            cache_salt=request.cache_salt,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and reported output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens known."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def order(self) -> int:
+        """Place in the one total order: who goes first, and who is preempted last."""
+        return self.num
+
+    @property
+    def prompt_token_ids(self) -> array[int]:
+        """A copy of the prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def output_token_ids(self) -> array[int]:
+        """A copy of the output known so far."""
+        return self.token_ids[self.num_prompt_tokens :]

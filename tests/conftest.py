@@ -1,0 +1,91 @@
+"""What every test may ask for: a private Redis, its address, settings, and a Bus on it.
+
+`--redis all` runs each test that needs Redis on every kind of server; a test marked `every_redis`
+always does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from tests.fakes.redis_server import KINDS, RedisServer, find_binary
+from wire.bus import Bus
+from wire.config import PREFIX, Settings, load
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--redis",
+        default="auto",
+        choices=("auto", "all", *KINDS),
+        help="kind of server to test on; auto: the first that is found",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_redis: runs on every kind of Redis server")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "redis_kind" not in metafunc.fixturenames:
+        return
+    choice = metafunc.config.getoption("--redis")
+    found = [kind for kind in KINDS if find_binary(kind)]
+    if choice == "all" or (choice == "auto" and metafunc.definition.get_closest_marker("every_redis")):
+        kinds = list(KINDS)
+    elif choice == "auto":
+        kinds = found[:1] or list(KINDS[:1])
+    else:
+        kinds = [choice]
+    params = [
+        kind
+        if kind in found
+        else pytest.param(kind, marks=pytest.mark.skip(reason=f"no {kind} server is installed"))
+        for kind in kinds
+    ]
+    metafunc.parametrize("redis_kind", params)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests see the defaults, whatever the shell that runs them has set."""
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def redis_server(redis_kind: str) -> Iterator[RedisServer]:
+    """A server of the test's own, without AOF."""
+    server = RedisServer(redis_kind)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    return redis_server.url
+
+
+@pytest.fixture
+def make_settings(redis_url: str) -> Callable[..., Settings]:
+    """Settings on the test's Redis; keyword arguments are further settings."""
+
+    def make(**overrides: object) -> Settings:
+        return load(redis_url=redis_url, **overrides)
+
+    return make
+
+
+@pytest.fixture
+def settings(make_settings: Callable[..., Settings]) -> Settings:
+    return make_settings()
+
+
+@pytest.fixture
+async def bus(settings: Settings) -> AsyncIterator[Bus]:
+    connected = Bus.connect(settings)
+    yield connected
+    await connected.close()

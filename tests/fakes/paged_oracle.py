@@ -1,0 +1,153 @@
+"""A worker whose "KV cache" holds, for each token, a digest of all that came before it.
+
+Like a transformer's keys and values, what a slot holds depends on the whole prefix, and it is read
+back through the block table. A wrong slot, a block freed too early, a prefix hit that is none: each
+changes the tokens, or is caught when the slot is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from wire.messages import (
+    ModelRunnerOutput,
+    NewRequestData,
+    SamplingParams,
+    SchedulerOutput,
+    token_ids,
+)
+
+VOCAB = 13
+
+
+def absorb(kv: int, token: int) -> int:
+    """The "layers": the state after one more token."""
+    return crc32(kv.to_bytes(4, "little") + token.to_bytes(4, "little"))
+
+
+def sample(kv: int, sampling: SamplingParams, index: int, vocab: int) -> int:
+    """The next token: a pure function of the prefix, and with a temperature of (seed, index)."""
+    if sampling.temperature == 0:
+        return kv % vocab
+    draw = f"{kv},{sampling.seed},{index}"
+    return crc32(draw.encode()) % vocab
+
+
+def generate(prompt: list[int], sampling: SamplingParams, vocab: int = VOCAB) -> list[int]:
+    """What a model with all the memory in the world would say."""
+    stops = {*sampling.eos_token_ids, *sampling.stop_token_ids}
+    kv, out = 0, list[int]()
+    for token in prompt:
+        kv = absorb(kv, token)
+    while len(out) < sampling.max_tokens and not stops.intersection(out[-1:]):
+        out.append(sample(kv, sampling, len(out), vocab))
+        kv = absorb(kv, out[-1])
+    return out
+
+
+@dataclass(slots=True)
+class _Row:
+    """A request as the worker holds it; `digests[p]` is what slot of position p must hold."""
+
+    tokens: list[int]
+    num_prompt_tokens: int
+    block_ids: list[int]
+    num_computed: int
+    sampling: SamplingParams
+    digests: list[int] = field(default_factory=list)
+
+
+class PagedOracle:
+    """Executes steps as `SchedulerOutput` defines them. AssertionError if one breaks the rules."""
+
+    def __init__(self, num_blocks: int, block_size: int, vocab: int = VOCAB) -> None:
+        self.block_size = block_size
+        self.vocab = vocab
+        self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.rows: dict[int, _Row] = {}
+        self.decode_batch: list[int] = []
+        self.epoch = 0
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step."""
+        if step.epoch > self.epoch:
+            self.rows.clear()
+            self.decode_batch.clear()
+            self.epoch = step.epoch
+        for req in [*step.finished_reqs, *step.preempted_reqs]:
+            self._forget(req)
+        work = self._apply(step)
+        for req, n in work:  # every write of a step comes before every read
+            self._write(self.rows[req], n)
+        sampled = [token for req, n in work if (token := self._advance(req, n)) is not None]
+        return ModelRunnerOutput(step.epoch, step.step_id, token_ids(sampled), device_us=1)
+
+    def _forget(self, req: int) -> None:
+        del self.rows[req]
+        if req in self.decode_batch:
+            last = self.decode_batch.pop()
+            if last != req:
+                self.decode_batch[self.decode_batch.index(req)] = last
+
+    def _apply(self, step: SchedulerOutput) -> list[tuple[int, int]]:
+        """Apply the changes; what runs, in order, with its number of tokens."""
+        assert step.num_decodes == len(self.decode_batch), "the decode batches differ"
+        work = [(req, 1) for req in self.decode_batch]
+        cached = step.cached_reqs
+        columns = (cached.reqs, cached.num_scheduled_tokens, cached.new_block_ids)
+        for req, n, blocks in zip(*columns, strict=True):
+            self.rows[req].block_ids += blocks
+            if req not in self.decode_batch:
+                work.append((req, n))
+            else:
+                assert n == 1
+        for new in step.new_reqs:
+            self._add(new)
+            work.append((new.req, new.num_scheduled_tokens))
+        assert len({req for req, _ in work}) == len(work), "a request runs twice in one step"
+        return work
+
+    def _add(self, new: NewRequestData) -> None:
+        assert new.req not in self.rows, "a request is new twice"
+        tokens = [*new.prompt_token_ids, *new.output_token_ids]
+        row = _Row(
+            tokens,
+            len(new.prompt_token_ids),
+            list(new.block_ids),
+            new.num_computed_tokens,
+            new.sampling,
+        )
+        kv = 0
+        for token in tokens:
+            kv = absorb(kv, token)
+            row.digests.append(kv)
+        self.rows[new.req] = row
+
+    def _slot(self, row: _Row, position: int) -> int:
+        block = row.block_ids[position // self.block_size]
+        return block * self.block_size + position % self.block_size
+
+    def _write(self, row: _Row, n: int) -> None:
+        start, end = row.num_computed, row.num_computed + n
+        assert n > 0 and end <= len(row.tokens), "a step runs known tokens, and at least one"
+        for position in range(start, end):
+            self.slots[self._slot(row, position)] = row.digests[position]
+
+    def _advance(self, req: int, n: int) -> int | None:
+        """Read all the row's slots, as attention does; sample if all known tokens are computed."""
+        row = self.rows[req]
+        row.num_computed += n
+        for position in range(row.num_computed):
+            held = self.slots[self._slot(row, position)]
+            assert held is not None, "read a slot that was never written"
+            assert held == row.digests[position], f"position {position} holds another prefix"
+        if row.num_computed < len(row.tokens):
+            return None
+        index = len(row.tokens) - row.num_prompt_tokens
+        token = sample(row.digests[-1], row.sampling, index, self.vocab)
+        row.tokens.append(token)
+        row.digests.append(absorb(row.digests[-1], token))
+        if req not in self.decode_batch:
+            self.decode_batch.append(req)
+        return token
