@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -32,28 +33,26 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "redis_kind" not in metafunc.fixturenames:
         return
-    choice = metafunc.config.getoption("--redis")
     found = [kind for kind in KINDS if find_binary(kind)]
-    if choice == "all" or (choice == "auto" and metafunc.definition.get_closest_marker("every_redis")):
-        kinds = list(KINDS)
-    elif choice == "auto":
+    choice = metafunc.config.getoption("--redis")
+    if choice == "auto" and not metafunc.definition.get_closest_marker("every_redis"):
         kinds = found[:1] or list(KINDS[:1])
     else:
-        kinds = [choice]
-    params = [
-        kind
-        if kind in found
-        else pytest.param(kind, marks=pytest.mark.skip(reason=f"no {kind} server is installed"))
-        for kind in kinds
-    ]
-    metafunc.parametrize("redis_kind", params)
+        kinds = list(KINDS) if choice in {"auto", "all"} else [choice]
+    metafunc.parametrize("redis_kind", [_unless_missing(kind, found) for kind in kinds])
+
+
+def _unless_missing(kind: str, found: list[str]) -> Any:
+    missing = pytest.mark.skipif(kind not in found, reason=f"no {kind} server is installed")
+    return pytest.param(kind, marks=missing)
 
 
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests see the defaults, whatever the shell that runs them has set."""
+    """Tests see the defaults, whatever the shell and the folder that run them have set."""
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         monkeypatch.delenv(name)
+    monkeypatch.setitem(Settings.model_config, "env_file", None)
 
 
 @pytest.fixture

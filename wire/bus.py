@@ -1,7 +1,7 @@
-"""The door to Redis: the only importer of its client, and the home of what Redis promises us.
+"""What Redis promises us: requests queued once, steps in order, tokens committed, processes known.
 
-Knows streams, scripts and failures. Knows nothing of scheduling: it moves the messages of
-`wire.messages` between the keys of `wire.keys`.
+Knows streams and scripts. Knows nothing of scheduling: it moves the messages of `wire.messages`
+between the keys of `wire.keys`. The client and its failures are `wire.connection`'s.
 
 Three rules hold everywhere (docs/architecture.md, "Redis"):
 
@@ -14,36 +14,23 @@ Three rules hold everywhere (docs/architecture.md, "Redis"):
 from __future__ import annotations
 
 import asyncio
-import builtins
-import hashlib
 import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from importlib import resources
-from typing import Any, TypeVar, cast
-
-import redis.asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    ConnectionError,  # noqa: A004 - the client's own name for it
-    DataError,
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TimeoutError,  # noqa: A004 - likewise
-)
+from typing import Any, TypeVar
 
 from wire import codec
-from wire.config import Settings, SettingsError
+from wire.config import Settings
+from wire.connection import (
+    Argument,
+    BusDownError,
+    BusError,
+    BusFullError,
+    Connection,
+    FencedError,
+    Script,
+)
 from wire.keys import Keys, request_number, step_entry_id
 from wire.messages import (
     AbortRequest,
@@ -54,36 +41,29 @@ from wire.messages import (
     SchedulerOutput,
 )
 
+__all__ = [
+    "Bus",
+    "BusDownError",
+    "BusError",
+    "BusFullError",
+    "Commit",
+    "Entry",
+    "FencedError",
+    "QueueFullError",
+    "Reader",
+    "retrying",
+]
+
 T = TypeVar("T")
 
-COMMAND_TIMEOUT_S = 2.0
-MAX_CONNECTIONS = (
-    16  # of one process for short commands; more of them at a time wait for their turn
-)
 LATE_SUBMIT_S = 60.0  # how long the abort of an unknown request keeps it from being submitted
 STREAM_LENGTH = 256  # entries kept of steps and results; both readers are at most a few behind
 OUT_LENGTH = 4096  # entries kept for a gateway
 DEAD_LENGTH = 1000
 
-_UNAVAILABLE = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
-_CHANGING_OVER = ("UNBLOCKED", "MASTERDOWN", "NOREPLICAS", "MISCONF", "BUSY", "CLUSTERDOWN")
-_SCRIPTS = ("submit", "abort", "lead", "commit", "append", "beat", "bury")
-
-
-class BusError(Exception):
-    """Something about Redis that the caller must know."""
-
-
-class BusDownError(BusError):
-    """No reply. What was sent may have happened or not: send the same again, or ask."""
-
-
-class BusFullError(BusError):
-    """Redis is out of memory and refused the write."""
-
-
-class FencedError(BusError):
-    """Somebody with a higher epoch or another incarnation has taken over, or Redis lost data."""
+_SUBMIT, _ABORT, _LEAD, _COMMIT, _APPEND, _BEAT, _BURY = map(
+    Script, ("submit", "abort", "lead", "commit", "append", "beat", "bury")
+)
 
 
 class QueueFullError(BusError):
@@ -128,9 +108,9 @@ class Reader:
     """
 
     def __init__(
-        self, client: aioredis.Redis, cursors: Mapping[str, str], max_block_ms: int
+        self, connection: Connection, cursors: Mapping[str, str], max_block_ms: int
     ) -> None:
-        self._client = client
+        self._connection = connection
         self._max_block_ms = max_block_ms
         self.cursors = dict(cursors)
 
@@ -144,9 +124,10 @@ class Reader:
         if not self.cursors:
             await asyncio.sleep(block_ms / 1000)
             return []
-        streams: dict[Any, Any] = dict(self.cursors)
-        block = block_ms if block_ms > 0 else None
-        reply = await _guarded(self._client.xread(streams, count=count, block=block))
+        words: list[Argument] = ["XREAD", "COUNT", count]
+        words += ["BLOCK", block_ms] if block_ms > 0 else []
+        words += ["STREAMS", *self.cursors, *self.cursors.values()]
+        reply = await self._connection.command(*words)
         entries = []
         for raw_key, raw_entries in reply or []:
             found = _entries(raw_key.decode(), raw_entries)
@@ -156,18 +137,16 @@ class Reader:
 
     async def close(self) -> None:
         """Give the connection back."""
-        await self._client.aclose()
+        await self._connection.close()
 
 
 class Bus:
     """One process's access to Redis. Make it with `connect`, end it with `close`."""
 
-    def __init__(self, make_client: Callable[[float], aioredis.Redis], pool: str) -> None:
-        self.keys = Keys(pool)
-        self._make_client = make_client
-        self._client = make_client(COMMAND_TIMEOUT_S)
-        self._turns = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._scripts = {name: _script(name) for name in _SCRIPTS}
+    def __init__(self, settings: Settings) -> None:
+        self.keys = Keys(settings.pool)
+        self._settings = settings
+        self._connection = Connection(settings)
 
     # ------------------------------------------------------------ connection
 
@@ -177,32 +156,20 @@ class Bus:
 
         Raises SettingsError if the password cannot be read.
         """
-        password = _password(settings)
-
-        def make_client(timeout_s: float) -> aioredis.Redis:
-            return aioredis.Redis.from_url(
-                settings.redis_url,
-                password=password,
-                protocol=2,
-                retry=Retry(NoBackoff(), 0),
-                socket_timeout=timeout_s,
-                socket_connect_timeout=COMMAND_TIMEOUT_S,
-            )
-
-        return cls(make_client, settings.pool)
+        return cls(settings)
 
     async def check_server(self) -> str | None:
         """Say in a sentence why this server cannot be used; None if it can.
 
         Raises BusDownError when it does not answer.
         """
-        info = await self._call(lambda: self._client.info("server"))
+        info = await self._connection.command("INFO", "server")
         version = str(info.get("redis_version", "unknown"))
         major = re.match(r"\d+", version)
         if major is None or int(major[0]) < 7:
             return f"Redis {version} is too old: 7.0 or newer, or Valkey 7.2 or newer, is needed"
         try:
-            policy = await self._call(lambda: self._client.config_get("maxmemory-policy"))
+            policy = await self._connection.command("CONFIG GET", "maxmemory-policy")
         except BusDownError:
             raise
         except BusError:  # an account that may not ask, or a service that has no such command
@@ -214,12 +181,12 @@ class Bus:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._client.aclose()
+        await self._connection.close()
 
     def reader(self, cursors: Mapping[str, str], max_block_ms: int = 1000) -> Reader:
         """Follow streams; `max_block_ms` is the longest that any `read` will wait."""
-        client = self._make_client(max_block_ms / 1000 + COMMAND_TIMEOUT_S)
-        return Reader(client, cursors, max_block_ms)
+        connection = Connection(self._settings, wait_s=max_block_ms / 1000)
+        return Reader(connection, cursors, max_block_ms)
 
     # ------------------------------------------------------------ gateway
 
@@ -233,10 +200,10 @@ class Bus:
         """
         keys = [self.keys.requests(), self.keys.stats()]
         keys += [self.keys.request(request.req_id) for request in requests]
-        args: list[Any] = [limit]
+        args: list[Argument] = [limit]
         for request in requests:
             args += [request.req_id, codec.encode(request)]
-        status, *rest = await self._run("submit", keys, args)
+        status, *rest = await self._connection.script(_SUBMIT, keys, args)
         if status == b"FULL":
             raise QueueFullError(int(rest[0]))
         return [request_number(entry.decode()) for entry in rest]
@@ -244,8 +211,8 @@ class Bus:
     async def abort(self, abort: AbortRequest) -> None:
         """Ask for the end of a request; harmless to repeat, and to send before `submit` arrives."""
         keys = [self.keys.requests(), self.keys.request(abort.req_id)]
-        args = [abort.req_id, codec.encode(abort), round(LATE_SUBMIT_S * 1000)]
-        await self._run("abort", keys, args)
+        args: list[Argument] = [abort.req_id, codec.encode(abort), round(LATE_SUBMIT_S * 1000)]
+        await self._connection.script(_ABORT, keys, args)
 
     # ------------------------------------------------------------ scheduler
 
@@ -257,13 +224,15 @@ class Bus:
         Returns (epoch, server time in ms); epoch 0 if another process leads or the epoch moved on.
         """
         keys = [self.keys.leader(), self.keys.epoch()]
-        args = [owner, round(lease_s * 1000), held_epoch, floor]
-        epoch, now_ms = await self._run("lead", keys, args)
+        args: list[Argument] = [owner, round(lease_s * 1000), held_epoch, floor]
+        epoch, now_ms = await self._connection.script(_LEAD, keys, args)
         return int(epoch), int(now_ms)
 
     async def release_lead(self, owner: str) -> None:
         """Give the lease up early, if it is still ours."""
-        await self._run("lead", [self.keys.leader(), self.keys.epoch()], [owner, 0, 0, 0])
+        await self._connection.script(
+            _LEAD, [self.keys.leader(), self.keys.epoch()], [owner, 0, 0, 0]
+        )
 
     async def publish_step(self, process: str, step: SchedulerOutput) -> None:
         """Append a step to a worker's stream; harmless to repeat. Await one before the next.
@@ -314,15 +283,12 @@ class Bus:
             "stats": _flat(commit.stats),
         }
         keys = [self.keys.epoch(), self.keys.log(), self.keys.requests(), self.keys.stats()]
-        args = [epoch, number, codec.encode(commit.tokens), codec.pack_for_script(part)]
-        await self._run("commit", keys, args)
+        body, others = codec.encode(commit.tokens), codec.pack_for_script(part)
+        await self._connection.script(_COMMIT, keys, [epoch, number, body, others])
 
     async def write(self, commands: Sequence[tuple[str | int | float, ...]]) -> None:
         """Send commands together, for mirrors that people read and nothing relies on."""
-        pipeline: Any = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        await self._call(lambda: pipeline.execute(raise_on_error=False))
+        await self._connection.commands(commands, strict=False)
 
     # ------------------------------------------------------------ worker
 
@@ -361,27 +327,48 @@ class Bus:
         """
         keys = [self.keys.process(role, name), self.keys.roster(role)]
         args = [name, incarnation, round(ttl_s * 1000), int(renew), *_flat(fields)]
-        await self._run("beat", keys, args)
+        await self._connection.script(_BEAT, keys, args)
 
     async def leave(self, role: str, name: str) -> None:
         """Take a process off the roster."""
-        pipeline: Any = self._client.pipeline(transaction=True)
-        pipeline.delete(self.keys.process(role, name))
-        pipeline.hdel(self.keys.roster(role), name)
-        await self._call(pipeline.execute)
+        commands = [
+            ("DEL", self.keys.process(role, name)),
+            ("HDEL", self.keys.roster(role), name),
+        ]
+        await self._connection.commands(commands, atomic=True)
 
     async def processes(self, role: str) -> dict[str, dict[str, str]]:
         """Look up the processes of a role on the roster; a silent one has no fields."""
         roster = await self._hash(self.keys.roster(role))
-        pipeline: Any = self._client.pipeline(transaction=False)
-        for name in roster:
-            pipeline.hgetall(self.keys.process(role, name))
-        found = await self._call(pipeline.execute) if roster else []
+        commands = [("HGETALL", self.keys.process(role, name)) for name in roster]
+        found = await self._connection.commands(commands) if roster else []
         return {name: _text(values) for name, values in zip(roster, found, strict=True)}
 
     async def stats(self) -> dict[str, str]:
         """Read the pool's counters and gauges."""
         return await self._hash(self.keys.stats())
+
+    async def server(self) -> dict[str, str]:
+        """Read what the server says of itself (`INFO server`)."""
+        info = await self._connection.command("INFO", "server")
+        return {str(name): str(value) for name, value in info.items()}
+
+    async def queue_lengths(self, workers: Sequence[str]) -> dict[str, int]:
+        """Count what is in the queues, by their short names: `waiting`, `running:<worker>`, …"""
+        streams = {"requests": self.keys.requests(), "dead": self.keys.dead()}
+        mirrors = {"waiting": self.keys.waiting()}
+        for worker in workers:
+            mirrors[f"running:{worker}"] = self.keys.running(worker)
+            mirrors[f"swapped:{worker}"] = self.keys.swapped(worker)
+        commands: list[tuple[Argument, ...]] = [("XLEN", key) for key in streams.values()]
+        commands += [("ZCARD", key) for key in mirrors.values()]
+        counts = await self._connection.commands(commands)
+        return dict(zip([*streams, *mirrors], map(int, counts), strict=True))
+
+    async def newest(self, key: str, count: int) -> list[Entry]:
+        """Read the last entries of a stream, the oldest of them first."""
+        reply = await self._connection.command("XREVRANGE", key, "+", "-", "COUNT", count)
+        return _entries(key, reply)[::-1]
 
     async def request(self, req_id: str) -> dict[str, str]:
         """Read what is known of a request; empty if nothing is."""
@@ -392,14 +379,14 @@ class Bus:
         if not req_ids:
             return []
         keys = [self.keys.tokens(req_id) for req_id in req_ids]
-        values = await self._call(lambda: self._client.mget(keys))
+        values = await self._connection.command("MGET", *keys)
         return [value or b"" for value in values]
 
     async def scan(self, key: str, page: int = 256) -> AsyncIterator[list[Entry]]:
         """Walk a whole stream from its first entry, page by page."""
         start = "-"
         while True:
-            reply = await self._call(partial(self._client.xrange, key, min=start, count=page))
+            reply = await self._connection.command("XRANGE", key, start, "+", "COUNT", page)
             if not reply:
                 return
             entries = _entries(key, reply)
@@ -408,39 +395,18 @@ class Bus:
 
     async def bury(self, entry: Entry, reason: str) -> None:
         """Set an entry aside that nobody can use, with the reason, and take it off its stream."""
-        args = [entry.entry_id, DEAD_LENGTH, reason[:500], entry.body[:65536]]
-        await self._run("bury", [entry.key, self.keys.dead()], args)
+        why = reason[:500].encode(errors="replace")
+        args: list[Argument] = [entry.entry_id, DEAD_LENGTH, why, entry.body[:65536]]
+        await self._connection.script(_BURY, [entry.key, self.keys.dead()], args)
 
     # ------------------------------------------------------------ inside
 
     async def _append(self, key: str, entry_id: str, fields: Mapping[str, Any]) -> None:
         pairs = [item for pair in fields.items() for item in pair]
-        await self._run("append", [key], [entry_id, STREAM_LENGTH, *pairs])
+        await self._connection.script(_APPEND, [key], [entry_id, STREAM_LENGTH, *pairs])
 
     async def _hash(self, key: str) -> dict[str, str]:
-        values = await self._call(lambda: self._client.hgetall(key))
-        return {name.decode(): value.decode(errors="replace") for name, value in values.items()}
-
-    async def _run(self, name: str, keys: Sequence[str], args: Sequence[Any]) -> Any:
-        """Run a script, by its digest where the server knows it."""
-        text, digest = self._scripts[name]
-        everything = (len(keys), *keys, *args)
-        try:
-            return await self._call(lambda: self._client.evalsha(digest, *everything))
-        except NoScriptError:
-            return await self._call(lambda: self._client.eval(text, *everything))
-
-    async def _call(self, command: Callable[[], Any]) -> Any:
-        """Send a short command on a connection that nobody else uses meanwhile."""
-        try:
-            async with asyncio.timeout(COMMAND_TIMEOUT_S):
-                await self._turns.acquire()
-        except builtins.TimeoutError:
-            raise BusDownError(f"{MAX_CONNECTIONS} commands wait for Redis already") from None
-        try:
-            return await _guarded(command())
-        finally:
-            self._turns.release()
+        return _text(await self._connection.command("HGETALL", key))
 
 
 async def retrying(call: Callable[[], Awaitable[T]], max_pause_s: float = 1.0) -> T:
@@ -452,47 +418,6 @@ async def retrying(call: Callable[[], Awaitable[T]], max_pause_s: float = 1.0) -
         except BusDownError:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, max_pause_s)
-
-
-async def _guarded(reply: Any) -> Any:
-    """Turn the client's failures into ours."""
-    try:
-        return await reply
-    except OutOfMemoryError as error:
-        raise BusFullError(f"Redis is full: {error}") from None
-    except (AuthenticationError, AuthorizationError, NoPermissionError) as error:
-        raise BusError(f"Redis refused the account: {error}") from None
-    except _UNAVAILABLE as error:
-        raise BusDownError(f"Redis did not answer: {error}") from None
-    except (DataError, NoScriptError):
-        raise
-    except ResponseError as error:
-        raise _refusal(str(error)) from None
-    except RedisError as error:
-        raise BusDownError(f"Redis client: {error}") from None
-
-
-def _refusal(text: str) -> BusError:
-    if text.startswith(("FENCED", "GAP")):
-        return FencedError(text)
-    if text.startswith(_CHANGING_OVER):
-        return BusDownError(f"Redis cannot serve now: {text}")
-    return BusError(f"Redis refused: {text}")
-
-
-def _password(settings: Settings) -> str | None:
-    path = settings.redis_password_file
-    if path is None:
-        return None
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"REDIS_PASSWORD_FILE={path}: {error}") from None
-
-
-def _script(name: str) -> tuple[str, str]:
-    text = resources.files("wire").joinpath("scripts", f"{name}.lua").read_text(encoding="utf-8")
-    return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def _entries(key: str, reply: Any) -> list[Entry]:
@@ -509,3 +434,7 @@ def _entries(key: str, reply: Any) -> list[Entry]:
 
 def _flat(values: Mapping[str, Any]) -> list[Any]:
     return [item for pair in values.items() for item in (pair[0], str(pair[1]))]
+
+
+def _text(values: Mapping[bytes, bytes]) -> dict[str, str]:
+    return {name.decode(): value.decode(errors="replace") for name, value in values.items()}

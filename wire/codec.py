@@ -1,8 +1,12 @@
 """Messages to bytes and back: positional msgpack with a version and a tag, strictly checked.
 
 Owns the format and nothing else; the only importer of msgpack. A message is the array
-`[version, tag, field, field, …]` in the order of its dataclass. Decoding trusts nothing: a wrong
-type, an unknown version or tag, too many or trailing bytes raise WireError, never anything else.
+`[version, tag, field, field, …]` in the order of its dataclass; there are no maps, no extension
+types and no objects but ours. Decoding trusts nothing: whatever is not exactly a message raises
+WireError, never anything else.
+
+A message may grow: new fields go to the end and have a default, which is what a reader finds when
+an older writer has left them out. Any other change needs a new WIRE_VERSION.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import sys
 import types
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import (
     Annotated,
     Any,
@@ -33,58 +37,69 @@ from wire.messages import Message
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-_INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
+_LIMITS = {
+    "max_array_len": 2**20,
+    "max_str_len": 2**20,
+    "max_map_len": 0,
+    "max_ext_len": 0,
+}
 
 M = TypeVar("M")
-Pack = Callable[[Any], Any]
-Unpack = Callable[[Any, str], Any]
+Convert = Callable[[Any, str], Any]
+"""Check a value, named by the second argument, and give its other form."""
 
 
 class WireError(ValueError):
     """Bytes that are no message of this version, or a value that no message may carry."""
 
 
-# ---------------------------------------------------------------- one packer and unpacker a type
+# ---------------------------------------------------------------- one coder a type
 
 
-def _int(value: Any, where: str) -> int:
-    if type(value) is not int or not _INT_MIN <= value <= _INT_MAX:
-        raise WireError(f"{where}: expected a 64-bit integer, got {type(value).__name__}")
-    return value
+@dataclass(frozen=True, slots=True)
+class _Coder:
+    """How one type travels."""
+
+    pack: Convert
+    unpack: Convert
+    plain: type | None = None  # msgpack carries exactly this type as it is: a look suffices
 
 
-def _float(value: Any, where: str) -> float:
-    if type(value) is not float or not math.isfinite(value):
-        raise WireError(f"{where}: expected a finite float, got {type(value).__name__}")
-    return value
-
-
-def _exactly(kind: type) -> Unpack:
+def _plain(kind: type) -> _Coder:
     def check(value: Any, where: str) -> Any:
         if type(value) is not kind:
-            raise WireError(f"{where}: expected {kind.__name__}, got {type(value).__name__}")
+            raise _mismatch(where, kind.__name__, value)
         return value
 
-    return check
+    return _Coder(check, check, plain=kind)
 
 
-def _one_of(choices: Sequence[str]) -> Unpack:
+def _float() -> _Coder:
+    def check(value: Any, where: str) -> Any:
+        if type(value) is not float or not math.isfinite(value):
+            raise _mismatch(where, "a finite float", value)
+        return value
+
+    return _Coder(check, check)
+
+
+def _one_of(choices: Sequence[str]) -> _Coder:
     def check(value: Any, where: str) -> Any:
         if type(value) is not str or value not in choices:
-            raise WireError(f"{where}: expected one of {', '.join(choices)}")
+            raise _mismatch(where, f"one of {', '.join(choices)}", value)
         return value
 
-    return check
+    return _Coder(check, check)
 
 
-def _packed(typecode: str) -> tuple[Pack, Unpack]:
+def _packed(typecode: str) -> _Coder:
     """Arrays travel as their little-endian bytes."""
     itemsize = array(typecode).itemsize
     swap = sys.byteorder == "big"
 
-    def pack(value: Any) -> bytes:
+    def pack(value: Any, where: str) -> bytes:
         if type(value) is not array or value.typecode != typecode:
-            raise WireError(f"expected array({typecode!r}), got {type(value).__name__}")
+            raise _mismatch(where, f"array({typecode!r})", value)
         if swap:
             value = array(typecode, value)
             value.byteswap()
@@ -92,80 +107,100 @@ def _packed(typecode: str) -> tuple[Pack, Unpack]:
 
     def unpack(value: Any, where: str) -> array[int]:
         if type(value) is not bytes or len(value) % itemsize:
-            raise WireError(f"{where}: expected a multiple of {itemsize} bytes")
+            raise _mismatch(where, f"a multiple of {itemsize} bytes", value)
         column = array(typecode, value)
         if swap:
             column.byteswap()
         return column
 
-    return pack, unpack
+    return _Coder(pack, unpack)
 
 
-def _optional(pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
-    return (
-        lambda value: None if value is None else pack(value),
-        lambda value, where: None if value is None else unpack(value, where),
+def _optional(coder: _Coder) -> _Coder:
+    return _Coder(
+        lambda value, where: None if value is None else coder.pack(value, where),
+        lambda value, where: None if value is None else coder.unpack(value, where),
     )
 
 
-def _list(pack: Pack, unpack: Unpack) -> tuple[Pack, Unpack]:
-    check = _exactly(list)
-    return (
-        lambda values: [pack(value) for value in check(values, "list")],
-        lambda values, where: [unpack(value, where) for value in check(values, where)],
-    )
+def _list(coder: _Coder) -> _Coder:
+    if coder.plain is not None:
+        return _plain_list(coder.plain)
+
+    def each(convert: Convert) -> Convert:
+        def convert_all(values: Any, where: str) -> Any:
+            if type(values) is not list:
+                raise _mismatch(where, "list", values)
+            return [convert(value, where) for value in values]
+
+        return convert_all
+
+    return _Coder(each(coder.pack), each(coder.unpack))
 
 
-def _plain(unpack: Unpack) -> tuple[Pack, Unpack]:
-    """A type that msgpack carries as it is: packing only checks."""
-    return (lambda value: unpack(value, type(value).__name__)), unpack
+def _plain_list(kind: type) -> _Coder:
+    """A list that msgpack carries as it is; block tables are long, so it is looked at in bulk."""
+    kinds = {kind}
+
+    def check(values: Any, where: str) -> Any:
+        if type(values) is not list or not kinds.issuperset(map(type, values)):
+            raise _mismatch(where, f"a list of {kind.__name__}", values)
+        return values
+
+    return _Coder(check, check)
 
 
-_PLAIN: dict[Any, Unpack] = {
-    int: _int,
-    float: _float,
-    str: _exactly(str),
-    bytes: _exactly(bytes),
-    bool: _exactly(bool),
-}
-
-
-def _coders(hint: Any) -> tuple[Pack, Unpack]:
-    origin, args = get_origin(hint), get_args(hint)
-    if hint in _PLAIN:
-        return _plain(_PLAIN[hint])
-    if origin is Annotated:
-        return _packed(hint.__metadata__[0])
-    if origin is Literal:
-        return _plain(_one_of(args))
-    if origin is list:
-        return _list(*_coders(args[0]))
-    if origin in (Union, types.UnionType) and len(args) == 2 and args[1] is type(None):
-        return _optional(*_coders(args[0]))
-    if is_dataclass(hint):
-        return _dataclass(cast("type", hint))
-    raise TypeError(f"no wire format for {hint!r}")
-
-
-def _dataclass(cls: type) -> tuple[Pack, Unpack]:
+def _dataclass(cls: type) -> _Coder:
     hints = get_type_hints(cls, vars(messages), include_extras=True)
     names = [field.name for field in fields(cls)]
-    coders = [_coders(hints[name]) for name in names]
-    packers = [(name, coder[0]) for name, coder in zip(names, coders, strict=True)]
-    unpackers = [(f"{cls.__name__}.{n}", c[1]) for n, c in zip(names, coders, strict=True)]
+    coders = [(name, f"{cls.__name__}.{name}", _coder(hints[name])) for name in names]
     required = sum(f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
 
-    def pack(message: Any) -> list[Any]:
+    def pack(message: Any, where: str) -> list[Any]:
         if type(message) is not cls:
-            raise WireError(f"expected {cls.__name__}, got {type(message).__name__}")
-        return [pack_field(getattr(message, name)) for name, pack_field in packers]
+            raise _mismatch(where, cls.__name__, message)
+        values = []
+        for name, path, coder in coders:
+            value = getattr(message, name)
+            values.append(value if type(value) is coder.plain else coder.pack(value, path))
+        return values
 
     def unpack(values: Any, where: str) -> Any:
-        if type(values) is not list or not required <= len(values) <= len(unpackers):
-            raise WireError(f"{where}: expected {required} to {len(unpackers)} fields")
-        return cls(*[u(v, name) for v, (name, u) in zip(values, unpackers, strict=False)])
+        if type(values) is not list or not required <= len(values) <= len(coders):
+            raise _mismatch(where, f"{required} to {len(coders)} fields", values)
+        return cls(
+            *[
+                value if type(value) is coder.plain else coder.unpack(value, path)
+                for value, (_, path, coder) in zip(values, coders, strict=False)
+            ]
+        )
 
-    return pack, unpack
+    return _Coder(pack, unpack)
+
+
+def _coder(hint: Any) -> _Coder:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is float:
+        coder = _float()
+    elif hint in (int, str, bytes, bool):
+        coder = _plain(hint)
+    elif origin is Annotated:
+        coder = _packed(hint.__metadata__[0])
+    elif origin is Literal:
+        coder = _one_of(args)
+    elif origin is list:
+        coder = _list(_coder(args[0]))
+    elif origin in (Union, types.UnionType) and len(args) == 2 and args[1] is type(None):
+        coder = _optional(_coder(args[0]))
+    elif is_dataclass(hint):
+        coder = _dataclass(cast("type", hint))
+    else:
+        raise TypeError(f"no wire format for {hint!r}")
+    return coder
+
+
+def _mismatch(where: str, expected: str, value: Any) -> WireError:
+    return WireError(f"{where}: expected {expected}, got {type(value).__name__}")
 
 
 # ---------------------------------------------------------------- the door
@@ -188,9 +223,13 @@ def encode(message: Message) -> bytes:
     if cls not in _TAGS:
         raise WireError(f"{cls.__name__} is no message")
     try:
-        packed = msgpack.packb([WIRE_VERSION, _TAGS[cls], *_CODERS[cls][0](message)])
-    except (OverflowError, UnicodeEncodeError, TypeError) as error:
-        raise WireError(f"{cls.__name__}: {error}") from None
+        packed = msgpack.packb(
+            [WIRE_VERSION, _TAGS[cls], *_CODERS[cls].pack(message, cls.__name__)]
+        )
+    except WireError:
+        raise
+    except (OverflowError, ValueError) as error:  # beyond 64 bits; half a surrogate pair
+        raise WireError(f"{cls.__name__}: {error}"[:200]) from None
     if len(packed) > MAX_MESSAGE_BYTES:
         raise WireError(f"{cls.__name__}: {len(packed)} bytes, at most {MAX_MESSAGE_BYTES}")
     return cast("bytes", packed)
@@ -201,8 +240,8 @@ def decode(body: bytes) -> Message:
     if len(body) > MAX_MESSAGE_BYTES:
         raise WireError(f"{len(body)} bytes, at most {MAX_MESSAGE_BYTES}")
     try:
-        values = msgpack.unpackb(body, use_list=True, raw=False, max_ext_len=0)
-    except Exception as error:  # msgpack raises five unrelated types, ValueError among them
+        values = msgpack.unpackb(body, use_list=True, raw=False, **_LIMITS)
+    except Exception as error:  # msgpack raises five unrelated types
         raise WireError(f"not msgpack: {type(error).__name__}: {error}"[:200]) from None
     if type(values) is not list or len(values) < 2:
         raise WireError("expected an array of version, tag and fields")
@@ -212,7 +251,7 @@ def decode(body: bytes) -> Message:
     if type(tag) is not int or tag not in _CLASSES:
         raise WireError(f"unknown tag {tag!r:.40}")
     cls = _CLASSES[tag]
-    return cast("Message", _CODERS[cls][1](rest, cls.__name__))
+    return cast("Message", _CODERS[cls].unpack(rest, cls.__name__))
 
 
 def decode_as(cls: type[M], body: bytes) -> M:
@@ -224,5 +263,11 @@ def decode_as(cls: type[M], body: bytes) -> M:
 
 
 def pack_for_script(part: object) -> bytes:
-    """Pack plain values for a Lua script, whose msgpack knows strings but no bytes type."""
-    return cast("bytes", msgpack.packb(part, use_bin_type=False))
+    """Pack plain values for a Lua script, whose msgpack knows strings but no bytes type.
+
+    Raises WireError, as `encode` does.
+    """
+    try:
+        return cast("bytes", msgpack.packb(part, use_bin_type=False))
+    except (OverflowError, ValueError) as error:
+        raise WireError(f"script argument: {error}"[:200]) from None

@@ -43,6 +43,10 @@ class Keys:
     def _key(self, *parts: str) -> str:
         return ":".join((f"ps:{{{self.pool}}}", *parts))
 
+    def named(self, name: str) -> str:
+        """Key that people call `name`: "requests", "steps:<process>", or the key itself."""
+        return name if name.startswith("ps:{") else self._key(name)
+
     # -- requests and their tokens
 
     def requests(self) -> str:

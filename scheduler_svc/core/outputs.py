@@ -31,7 +31,7 @@ class Finished:
 
 @dataclass(slots=True)
 class Outputs:
-    """All that happened since the last `take_outputs`. The first three are columns, a row a token."""
+    """All that happened since the last `take_outputs`. The first three: a row a token."""
 
     reqs: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # output index of the token

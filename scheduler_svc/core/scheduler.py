@@ -56,6 +56,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._lanes: dict[str, Lane] = {}
         self._outputs = Outputs()
+        self._longest = 0  # sequence that fitted any worker so far
 
     # ------------------------------------------------------------ workers
 
@@ -68,6 +69,9 @@ class Scheduler:
             capacity.num_blocks, capacity.block_size, self.config.enable_prefix_caching
         )
         self._lanes[worker] = Lane(worker, capacity, kv)
+        self._longest = max(self._longest, capacity.max_num_tokens)
+        for request in list(self.waiting):
+            self._refuse_if_too_long(request)
 
     def remove_worker(self, worker: str) -> None:
         """A worker is lost, with its cache: all that ran on it waits again, in its old place."""
@@ -94,15 +98,8 @@ class Scheduler:
             self._stop(added, added.token_ids[-1])
         elif added.num_output_tokens >= added.sampling.max_tokens:
             self._finish(added, "length")
-        elif self._lanes and not any(could_ever_fit(added, lane) for lane in self._lanes.values()):
-            longest = max(lane.capacity.max_num_tokens for lane in self._lanes.values())
-            self._finish(
-                added,
-                "error",
-                error=f"the prompt has {added.num_tokens} tokens, the largest worker has room for "
-                f"{longest} with at least one of output",
-                error_code="invalid",
-            )
+        else:
+            self._refuse_if_too_long(added)
 
     def abort_request(
         self, num: int, reason: FinishReason = "abort", num_output_tokens: int | None = None
@@ -331,6 +328,17 @@ class Scheduler:
         self.totals.num_generated_tokens += len(reqs) - before
 
     # ------------------------------------------------------------ ends
+
+    def _refuse_if_too_long(self, request: Request) -> None:
+        """End what no worker could hold alone. Before the first worker came, nobody knows."""
+        if 0 < self._longest <= request.num_tokens:
+            self._finish(
+                request,
+                "error",
+                error=f"the prompt has {request.num_tokens} tokens; the largest worker has room "
+                f"for {self._longest}, and one of them is output",
+                error_code="invalid",
+            )
 
     def _fail(self, request: Request, errors: dict[int, str]) -> bool:
         message = errors.get(request.num)

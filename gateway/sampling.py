@@ -1,0 +1,101 @@
+"""What a request asks for, measured against the model and made complete. Pure.
+
+Owns the rules that need both: lengths, token ids, defaults, and what temperature 0 means. The
+ranges of single fields are `gateway.openai`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from gateway.errors import invalid
+from gateway.model_facts import ModelFacts
+from gateway.openai import GenerationBody
+from wire.messages import SamplingParams
+
+MIN_TEMPERATURE = 0.01  # lower ones overflow the logits; 0 itself is greedy
+SEED_BITS = 63
+
+T = TypeVar("T")
+
+
+def check_request(body: GenerationBody, facts: ModelFacts) -> None:
+    """Refuse what this model cannot do, whatever the prompt. Raises ApiError."""
+    if body.n > 1 and _temperature(body, facts) == 0:
+        raise invalid(
+            f"n is {body.n}, but at temperature 0 all choices are the same: n must be 1", "n"
+        )
+    _check_ids(body.stop_token_ids, facts, "stop_token_ids")
+    asked = body.asked_tokens
+    if asked is not None and asked > facts.max_model_len:
+        raise invalid(
+            f"max_tokens is {asked}, but this model's context has {facts.max_model_len} tokens",
+            "max_tokens",
+        )
+
+
+def check_prompt(token_ids: Sequence[int], facts: ModelFacts, param: str) -> None:
+    """Refuse a prompt that is empty, too long or not of this model. Raises ApiError."""
+    if not token_ids:
+        raise invalid(f"{param}: the prompt has no tokens; at least 1 is needed", param)
+    if len(token_ids) >= facts.max_model_len:
+        raise invalid(
+            f"{param}: the prompt has {len(token_ids)} tokens, but this model's context has "
+            f"{facts.max_model_len}, of which the prompt may take {facts.max_model_len - 1}",
+            param,
+            code="context_length_exceeded",
+        )
+    _check_ids(token_ids, facts, param)
+
+
+def sampling_params(
+    body: GenerationBody, facts: ModelFacts, num_prompt_tokens: int, seed: int
+) -> SamplingParams:
+    """Fill in every default; `seed` is used where the request has none (-1 means none)."""
+    defaults = facts.defaults
+    room = facts.max_model_len - num_prompt_tokens
+    asked = body.asked_tokens if body.asked_tokens is not None else defaults.max_tokens
+    given_seed = body.seed if body.seed not in (None, -1) else seed
+    params = SamplingParams(
+        max_tokens=room if asked is None else min(asked, room),
+        temperature=_temperature(body, facts),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=_top_k(_given(body.top_k, defaults.top_k), facts),
+        min_p=_given(body.min_p, defaults.min_p),
+        seed=_given(given_seed, seed) % 2**SEED_BITS,
+        eos_token_ids=[] if body.ignore_eos else list(facts.eos_token_ids),
+        stop_token_ids=sorted(set(body.stop_token_ids)),
+    )
+    if params.temperature == 0:
+        return replace(params, top_p=1.0, top_k=0, min_p=0.0)
+    return params
+
+
+def sibling(params: SamplingParams, index: int) -> SamplingParams:
+    """Choice `index` of several: the same, but for its seed."""
+    return replace(params, seed=(params.seed + index) % 2**SEED_BITS) if index else params
+
+
+def _given(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _temperature(body: GenerationBody, facts: ModelFacts) -> float:
+    value = _given(body.temperature, facts.defaults.temperature)
+    return max(value, MIN_TEMPERATURE) if value > 0 else 0.0
+
+
+def _top_k(value: int, facts: ModelFacts) -> int:
+    """0 means off, as do -1 and as many as there are tokens."""
+    return 0 if value < 0 or value >= facts.vocab_size else value
+
+
+def _check_ids(token_ids: Sequence[int], facts: ModelFacts, param: str) -> None:
+    if token_ids and max(token_ids) >= facts.vocab_size:
+        raise invalid(
+            f"{param}: {max(token_ids)} is no token of this model, whose ids are from 0 to "
+            f"{facts.vocab_size - 1}",
+            param,
+        )

@@ -1,0 +1,100 @@
+"""Small, valid messages for tests that do not care what is in them."""
+
+from __future__ import annotations
+
+import secrets
+
+from wire.bus import Commit
+from wire.messages import (
+    AbortRequest,
+    CachedRequestData,
+    CommittedTokens,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishedRequest,
+    Message,
+    ModelRunnerOutput,
+    NewRequestData,
+    RequestError,
+    SamplingParams,
+    SchedulerOutput,
+    StartedRequest,
+    request_numbers,
+    token_ids,
+)
+
+
+def new_request(req_id: str | None = None, num_prompt_tokens: int = 4) -> EngineCoreRequest:
+    """A request of gateway "g.1" with the prompt 0, 1, 2, …"""
+    return EngineCoreRequest(
+        req_id=req_id or secrets.token_hex(16),
+        gateway="g.1",
+        handle=1,
+        prompt_token_ids=token_ids(list(range(num_prompt_tokens))),
+        sampling=SamplingParams(max_tokens=16),
+    )
+
+
+def new_commit(*tokens: tuple[int, int], is_checkpoint: bool = False) -> Commit:
+    """A commit of these (request number, token id) and nothing else."""
+    return Commit(
+        CommittedTokens(
+            reqs=request_numbers([req for req, _ in tokens]),
+            token_ids=token_ids([token for _, token in tokens]),
+            is_checkpoint=is_checkpoint,
+        )
+    )
+
+
+def new_result(epoch: int, step_id: int, *tokens: int) -> ModelRunnerOutput:
+    """The result of a step that sampled these tokens."""
+    return ModelRunnerOutput(epoch, step_id, token_ids(list(tokens)), device_us=5)
+
+
+def every_message() -> list[Message]:
+    """One message of each kind, with something in every field."""
+    sampling = SamplingParams(
+        max_tokens=16,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        seed=7,
+        eos_token_ids=[2],
+        stop_token_ids=[3, 4],
+    )
+    prompt, output = token_ids([1, 2, 3]), token_ids([4])
+    return [
+        EngineCoreRequest(
+            req_id="r",
+            gateway="g.1",
+            handle=1,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            priority=-1,
+            deadline_ms=1000,
+            tenant="t",
+            cache_salt="salt",
+            resumable=True,
+            output_token_ids=output,
+        ),
+        AbortRequest("r", "stop", 3),
+        SchedulerOutput(
+            epoch=5,
+            step_id=1,
+            new_reqs=[NewRequestData(9, prompt, output, [1, 2], 2, 2, sampling)],
+            cached_reqs=CachedRequestData([7, 8], [1, 5], [[3], [4, 5]]),
+            num_decodes=6,
+            finished_reqs=[10],
+            preempted_reqs=[11],
+        ),
+        ModelRunnerOutput(5, 1, output, [RequestError(9, "not finite")], 5000, "out of memory"),
+        EngineCoreOutputs(
+            handles=output,
+            starts=output,
+            token_ids=output,
+            started=[StartedRequest(1, 16, 3)],
+            finished=[FinishedRequest(1, 4, "error", 3, "it broke", "internal", 2)],
+        ),
+        CommittedTokens(request_numbers([2**63]), output, is_checkpoint=True),
+    ]

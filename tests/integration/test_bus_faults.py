@@ -1,0 +1,415 @@
+"""What the bus promises when Redis dies, hangs, is full or forgets, and when the network is bad."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from tests.fakes.redis_proxy import RedisProxy
+from tests.fakes.redis_server import RedisServer
+from tests.fakes.samples import new_commit, new_request, new_result
+from wire import codec
+from wire.bus import Bus, BusDownError, BusFullError, Entry, FencedError, Reader, retrying
+from wire.config import Settings, load
+from wire.connection import Connection
+from wire.messages import AbortRequest, EngineCoreOutputs, SchedulerOutput
+
+pytestmark = [pytest.mark.redis, pytest.mark.every_redis]
+
+BusCall = Callable[[Bus, int], Awaitable[object]]
+
+
+@pytest.fixture
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test need not wait as long as a service would. Before `bus`."""
+    monkeypatch.setattr("wire.connection.COMMAND_TIMEOUT_S", 0.1)
+
+
+@pytest.fixture
+async def redis(settings: Settings) -> AsyncIterator[Connection]:
+    connection = Connection(settings)
+    yield connection
+    await connection.close()
+
+
+@pytest.fixture
+async def proxy(redis_server: RedisServer) -> AsyncIterator[RedisProxy]:
+    async with RedisProxy(redis_server.socket) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+async def far_bus(proxy: RedisProxy) -> AsyncIterator[Bus]:
+    """A bus behind the bad network."""
+    bus = Bus.connect(load(redis_url=proxy.url))
+    yield bus
+    await bus.close()
+
+
+async def entries(bus: Bus, key: str) -> list[Entry]:
+    return [entry async for page in bus.scan(key) for entry in page]
+
+
+async def drain(reader: Reader) -> list[str]:
+    """Read to the end through whatever comes between."""
+    ids: list[str] = []
+    while page := await retrying(lambda: reader.read(block_ms=0, count=7)):
+        ids += [entry.entry_id for entry in page]
+    return ids
+
+
+# ---------------------------------------------------------------- Redis goes and comes
+
+
+async def test_without_a_server_every_call_says_so_and_works_once_it_is_back(
+    bus: Bus, redis_server: RedisServer
+):
+    reader = bus.reader({bus.keys.results("w.1"): "0-0"})
+    await bus.publish_result("w.1", new_result(5, 1))
+    assert await reader.read(block_ms=0)
+    redis_server.kill()
+    for call in (
+        lambda: bus.submit([new_request()], limit=1, retention_s=60),
+        lambda: bus.commit(5, 1, new_commit(), retention_s=60),
+        lambda: bus.publish_step("w.1", SchedulerOutput(5, 1)),
+        lambda: bus.beat("worker", "w", "1", {}, ttl_s=60),
+        lambda: bus.processes("worker"),
+        lambda: bus.leave("worker", "w"),
+        lambda: bus.write([("PING",)]),
+        lambda: reader.read(block_ms=1),
+        bus.check_server,
+        bus.stats,
+    ):
+        with pytest.raises(BusDownError):
+            await call()
+    redis_server.start()
+    assert await bus.check_server() is None
+    await bus.publish_result("w.1", new_result(5, 2))  # Redis has forgotten the scripts, too
+    assert [entry.entry_id for entry in await reader.read(block_ms=0)] == ["5-2"]
+    await reader.close()
+
+
+async def test_a_frozen_server_is_noticed_and_the_write_may_still_come(
+    short_timeout: None, bus: Bus, redis_server: RedisServer
+):
+    await bus.publish_result("w.1", new_result(5, 1))
+    redis_server.freeze()
+    with pytest.raises(BusDownError):
+        await bus.publish_result("w.1", new_result(5, 2))
+    redis_server.thaw()
+    await retrying(lambda: bus.publish_result("w.1", new_result(5, 2)))
+    found = await entries(bus, bus.keys.results("w.1"))
+    assert [entry.entry_id for entry in found] == ["5-1", "5-2"]
+
+
+async def test_a_reader_of_a_frozen_server_notices_and_goes_on(
+    short_timeout: None, bus: Bus, redis_server: RedisServer
+):
+    reader = bus.reader({bus.keys.results("w.1"): "0-0"}, max_block_ms=10)
+    await reader.read(block_ms=0)
+    redis_server.freeze()
+    with pytest.raises(BusDownError):
+        await reader.read(block_ms=10)
+    redis_server.thaw()
+    await retrying(lambda: bus.publish_result("w.1", new_result(5, 1)))
+    assert await drain(reader) == ["5-1"]
+    await reader.close()
+
+
+async def test_a_reader_stops_waiting_when_the_server_dies(
+    bus: Bus, redis: Connection, redis_server: RedisServer
+):
+    reader = bus.reader({bus.keys.results("w.1"): "0-0"}, max_block_ms=60_000)
+    await reader.read(block_ms=0)
+    async with asyncio.TaskGroup() as group:
+        reading = group.create_task(_outcome(reader.read(block_ms=60_000)))
+        await _somebody_blocks(redis)
+        redis_server.kill()
+    assert isinstance(reading.result(), BusDownError)
+    await reader.close()
+
+
+async def test_callers_beyond_the_connections_do_not_wait_for_ever(
+    short_timeout: None, bus: Bus, redis_server: RedisServer
+):
+    redis_server.freeze()
+    outcomes = await asyncio.gather(*(_outcome(bus.stats()) for _ in range(200)))
+    redis_server.thaw()
+    assert {type(outcome) for outcome in outcomes} == {BusDownError}
+    assert await bus.stats() == {}
+
+
+async def test_what_was_committed_survives_a_kill_with_aof(redis_kind: str):
+    server = RedisServer(redis_kind, aof=True)
+    bus = Bus.connect(load(redis_url=server.url))
+    epoch, _ = await bus.lead("a", lease_s=60)
+    request = new_request()
+    await bus.submit([request], limit=1, retention_s=60)
+    for n in range(1, 101):
+        await bus.commit(epoch, n, new_commit((1, n)), retention_s=60)
+    server.restart()
+    found = await retrying(lambda: entries(bus, bus.keys.log()))
+    assert [entry.entry_id for entry in found] == [f"{epoch}-{n}" for n in range(1, 101)]
+    assert len(await entries(bus, bus.keys.requests())) == 1
+    assert (await bus.lead("a", lease_s=60, held_epoch=epoch))[0] == epoch
+    await bus.commit(epoch, 100, new_commit((1, 100)), retention_s=60)
+    await bus.commit(epoch, 101, new_commit((1, 101)), retention_s=60)
+    await bus.close()
+    server.close()
+
+
+async def test_a_server_that_became_a_replica_is_down_not_broken(bus: Bus, redis: Connection):
+    await bus.publish_result("w.1", new_result(5, 1))
+    await redis.command("REPLICAOF", "127.0.0.1", 1)
+    with pytest.raises(BusDownError):
+        await bus.publish_result("w.1", new_result(5, 2))
+    with pytest.raises(BusDownError):
+        await bus.submit([new_request()], limit=1, retention_s=60)
+    await redis.command("REPLICAOF", "NO", "ONE")
+    await bus.publish_result("w.1", new_result(5, 2))
+
+
+async def test_a_server_busy_with_a_script_is_down_not_broken(bus: Bus, redis: Connection):
+    await bus.submit([new_request()], limit=1, retention_s=60)
+    await redis.command("CONFIG SET", "busy-reply-threshold", 1)
+    async with asyncio.TaskGroup() as group:
+        looping = group.create_task(_outcome(redis.command("EVAL", "while true do end", 0)))
+        with pytest.raises(BusDownError):
+            while True:
+                await bus.stats()
+        await redis.command("SCRIPT", "KILL")
+    assert isinstance(looping.result(), Exception)
+    await bus.stats()
+
+
+async def test_scripts_that_the_server_forgot_are_sent_again(bus: Bus, redis: Connection):
+    epoch, _ = await bus.lead("a", lease_s=60)
+    for n in range(1, 4):
+        await redis.command("SCRIPT", "FLUSH")
+        await bus.commit(epoch, n, new_commit((1, n)), retention_s=60)
+        await bus.publish_step("w.1", SchedulerOutput(epoch, n))
+    assert len(await entries(bus, bus.keys.log())) == 3
+
+
+# ---------------------------------------------------------------- Redis is full
+
+
+async def test_a_full_server_refuses_submissions_and_lets_requests_end(bus: Bus, redis: Connection):
+    epoch, _ = await bus.lead("a", lease_s=60)
+    known = new_request()
+    numbers = await bus.submit([known], limit=10, retention_s=60)
+    [entry] = await entries(bus, bus.keys.requests())
+    await redis.command("CONFIG SET", "maxmemory", 1)
+
+    refused = [new_request(), new_request()]
+    with pytest.raises(BusFullError):
+        await bus.submit(refused, limit=10, retention_s=60)
+    assert [await bus.request(request.req_id) for request in refused] == [{}, {}]
+    assert await bus.submit([known], limit=10, retention_s=60) == numbers
+
+    await bus.abort(AbortRequest(known.req_id))
+    await bus.beat("worker", "w", "1", {"state": "ready"}, ttl_s=60)
+    await bus.publish_step("w.1", SchedulerOutput(epoch, 1))
+    await bus.publish_result("w.1", new_result(epoch, 1, 42))
+    commit = new_commit((numbers[0], 42))
+    commit.outputs = {"g.1": EngineCoreOutputs()}
+    commit.updates = {known.req_id: {"status": "finished"}}
+    commit.checkpoints = [(known.req_id, 0, b"*\0\0\0")]
+    await bus.commit(epoch, 1, commit, retention_s=60)
+    await bus.bury(entry, "no")
+    assert (await bus.lead("a", lease_s=60, held_epoch=epoch))[0] == epoch
+
+    assert len(await entries(bus, bus.keys.log())) == 1
+    assert len(await entries(bus, bus.keys.out("g.1"))) == 1
+    assert len(await entries(bus, bus.keys.results("w.1"))) == 1
+    assert (await bus.request(known.req_id))["status"] == "finished"
+    await redis.command("CONFIG SET", "maxmemory", 0)
+    await bus.submit(refused, limit=10, retention_s=60)
+
+
+# ---------------------------------------------------------------- replies get lost
+
+
+REPEATABLE: dict[str, BusCall] = {
+    "submit": lambda bus, epoch: bus.submit([new_request("r"), new_request("s")], 2, 60),
+    "commit": lambda bus, epoch: bus.commit(epoch, 1, new_commit((1, 10)), 60),
+    "publish_step": lambda bus, epoch: bus.publish_step("w.1", SchedulerOutput(epoch, 1)),
+    "publish_result": lambda bus, epoch: bus.publish_result("w.1", new_result(epoch, 1, 42)),
+    "beat": lambda bus, epoch: bus.beat("worker", "w", "1", {"state": "ready"}, 60),
+    "renew": lambda bus, epoch: bus.lead("a", 60, held_epoch=epoch),
+}
+
+
+@pytest.mark.parametrize("name", REPEATABLE)
+async def test_a_call_whose_reply_was_lost_can_be_repeated(
+    far_bus: Bus, bus: Bus, proxy: RedisProxy, redis: Connection, name: str
+):
+    call = REPEATABLE[name]
+    epoch, _ = await bus.lead("a", lease_s=60)
+    await call(bus, epoch)
+    expected = await _contents(redis)
+    await redis.command("FLUSHALL")
+    await redis.command("SET", bus.keys.epoch(), epoch)
+    await redis.command("SET", bus.keys.leader(), "a")
+
+    await far_bus.stats()  # connects
+    proxy.lose_replies(3)
+    for _ in range(3):
+        with pytest.raises(BusDownError):
+            await call(far_bus, epoch)
+    await call(far_bus, epoch)
+    assert await _contents(redis) == expected
+
+
+async def test_steps_behind_each_other_can_all_be_repeated(far_bus: Bus, proxy: RedisProxy):
+    steps = [SchedulerOutput(5, n) for n in range(4)]
+    await far_bus.publish_step("w.1", steps[0])
+    proxy.lose_replies(3)
+    for step in steps[1:]:
+        with pytest.raises(BusDownError):
+            await far_bus.publish_step("w.1", step)
+    for step in steps:
+        await far_bus.publish_step("w.1", step)
+    found = await entries(far_bus, far_bus.keys.steps("w.1"))
+    assert [entry.entry_id for entry in found] == ["5-0", "5-1", "5-2", "5-3"]
+
+
+async def test_a_commit_in_doubt_is_fenced_once_another_leads(
+    far_bus: Bus, bus: Bus, proxy: RedisProxy
+):
+    epoch, _ = await bus.lead("a", lease_s=60)
+    await far_bus.commit(epoch, 1, new_commit((1, 10)), retention_s=60)
+    proxy.lose_replies()
+    with pytest.raises(BusDownError):
+        await far_bus.commit(epoch, 2, new_commit((1, 11)), retention_s=60)
+    await bus.lead("a", lease_s=60)
+    with pytest.raises(FencedError):
+        await far_bus.commit(epoch, 2, new_commit((1, 11)), retention_s=60)
+    assert len(await entries(bus, bus.keys.log())) == 2
+
+
+async def test_a_repeated_abort_is_harmless(far_bus: Bus, bus: Bus, proxy: RedisProxy):
+    await bus.submit([new_request("r")], limit=1, retention_s=60)
+    before = await bus.request("r")
+    await far_bus.stats()
+    proxy.lose_replies()
+    with pytest.raises(BusDownError):
+        await far_bus.abort(AbortRequest("r"))
+    await far_bus.abort(AbortRequest("r"))
+    assert await bus.request("r") == before
+
+
+async def test_a_reader_loses_nothing_over_cut_connections(
+    far_bus: Bus, bus: Bus, proxy: RedisProxy
+):
+    reader = far_bus.reader({bus.keys.results("w.1"): "0-0"})
+    seen: list[str] = []
+    for n in range(60):
+        await bus.publish_result("w.1", new_result(5, n, n))
+        match n % 3:
+            case 0:
+                proxy.lose_replies()
+            case 1:
+                proxy.cut()
+        found = await _outcome(reader.read(block_ms=0))
+        if isinstance(found, list):
+            seen += [entry.entry_id for entry in found]
+    seen += await drain(reader)
+    await reader.close()
+    assert seen == [f"5-{n}" for n in range(60)]
+
+
+async def test_retrying_goes_on_until_the_network_heals(far_bus: Bus, proxy: RedisProxy):
+    await far_bus.stats()
+    proxy.lose_replies(4)
+    assert await retrying(far_bus.stats, max_pause_s=0.01) == {}
+
+
+# ---------------------------------------------------------------- callers go away
+
+
+async def test_a_cancelled_call_never_hands_its_reply_to_another(
+    far_bus: Bus, bus: Bus, proxy: RedisProxy, redis: Connection
+):
+    for n in range(50):
+        await redis.command("HSET", bus.keys.request(f"r{n}"), "number", n)
+    rng = random.Random(7)
+    for _ in range(20):
+        proxy.hold_replies()
+        sent = proxy.num_sent
+        tasks = [asyncio.ensure_future(far_bus.request(f"r{n}")) for n in range(50)]
+        await proxy.wait_sent(sent + 1)
+        for task in rng.sample(tasks, 25):
+            task.cancel()
+        proxy.release_replies()
+        replies = await asyncio.gather(*tasks, return_exceptions=True)
+        for n, reply in enumerate(replies):
+            if not isinstance(reply, asyncio.CancelledError):
+                assert reply == {"number": str(n)}
+        assert sum(isinstance(reply, dict) for reply in replies) == 25
+
+
+async def test_a_cancelled_submission_entered_whole_or_not_at_all(
+    far_bus: Bus, bus: Bus, proxy: RedisProxy
+):
+    await far_bus.submit([new_request()], limit=1000, retention_s=60)
+    for n in range(20):
+        proxy.hold_replies()
+        sent = proxy.num_sent
+        pair = [new_request(f"{n}a"), new_request(f"{n}b")]
+        task = asyncio.ensure_future(far_bus.submit(pair, limit=1000, retention_s=60))
+        await proxy.wait_sent(sent + 1)
+        task.cancel()
+        proxy.release_replies()
+        await asyncio.gather(task, return_exceptions=True)
+        await far_bus.submit(pair, limit=1000, retention_s=60)
+    added = [entry.fields["id"].decode() for entry in await entries(bus, bus.keys.requests())]
+    assert added[1:] == [f"{n}{half}" for n in range(20) for half in "ab"]
+
+
+# ---------------------------------------------------------------- what nobody should write
+
+
+async def test_foreign_entries_are_bad_messages_and_nothing_worse(bus: Bus, redis: Connection):
+    for body in (b"", b"\x80\x04\x95.", b"\xc7\x01\x05x", b"\x93\x02\x01\x90", b"x" * 65 * 2**20):
+        await redis.command("XADD", bus.keys.requests(), "*", "kind", "add", "body", body)
+    await redis.command("XADD", bus.keys.requests(), "*", "neither", "kind nor body")
+    found = await entries(bus, bus.keys.requests())
+    for entry in found:
+        with pytest.raises(codec.WireError) as refused:
+            codec.decode(entry.body)
+        await bus.bury(entry, str(refused.value))
+    assert len(await entries(bus, bus.keys.dead())) == len(found) == 6
+    assert await redis.command("XLEN", bus.keys.requests()) == 0
+
+
+async def _outcome(call: Awaitable[object]) -> object:
+    try:
+        return await call
+    except Exception as error:
+        return error
+
+
+async def _somebody_blocks(redis: Connection) -> None:
+    while True:
+        if (await redis.command("INFO", "clients"))["blocked_clients"]:
+            return
+
+
+async def _contents(redis: Connection) -> dict[bytes, object]:
+    """All that is in streams and hashes; the ids that the server gave are replaced by a rank."""
+    found: dict[bytes, object] = {}
+    for key in sorted(await redis.command("KEYS", "*")):
+        kind = await redis.command("TYPE", key)
+        if kind == b"stream":
+            read = await redis.command("XRANGE", key, "-", "+")
+            found[key] = [sorted(fields.items()) for _, fields in read]
+        elif kind == b"hash":
+            fields = await redis.command("HGETALL", key)
+            found[key] = {name: value for name, value in fields.items() if name != b"entry"}
+        else:
+            found[key] = await redis.command("GET", key)
+    return found

@@ -1,0 +1,169 @@
+"""The only importer of the Redis client: sends commands and scripts, and names what goes wrong.
+
+Knows the client's traps and the server's error texts. Knows no key and no message: those are
+`wire.bus`'s. The client's own retries are off, since they repeat what must not be repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import resources
+from typing import Any
+
+import redis.asyncio as aioredis
+from redis import exceptions as redis_errors
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from wire.config import Settings, SettingsError
+
+COMMAND_TIMEOUT_S = 2.0
+MAX_CONNECTIONS = 16
+
+Argument = str | bytes | int | float
+
+_DOWN = (
+    redis_errors.ConnectionError,
+    redis_errors.TimeoutError,
+    redis_errors.ReadOnlyError,
+    OSError,
+)
+_ACCOUNT = (
+    redis_errors.AuthenticationError,
+    redis_errors.AuthorizationError,
+    redis_errors.NoPermissionError,
+)
+_CANNOT_SERVE_NOW = ("UNBLOCKED", "MASTERDOWN", "NOREPLICAS", "MISCONF", "BUSY", "CLUSTERDOWN")
+
+
+class BusError(Exception):
+    """Something about Redis that the caller must know."""
+
+
+class BusDownError(BusError):
+    """No reply. What was sent may have happened or not: send the same again, or ask."""
+
+
+class BusFullError(BusError):
+    """Redis is out of memory and refused the write."""
+
+
+class FencedError(BusError):
+    """Somebody with a higher epoch or another incarnation has taken over, or Redis lost data."""
+
+
+class Script:
+    """A Lua script of `wire/scripts`; sent by its digest where the server knows it."""
+
+    def __init__(self, name: str) -> None:
+        path = resources.files("wire").joinpath("scripts", f"{name}.lua")
+        self.text = path.read_text(encoding="utf-8")
+        self.digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
+
+
+class Connection:
+    """Access to one server. At most `limit` commands are under way; further ones take turns.
+
+    Each is sent on a connection that nobody else uses meanwhile, and one that was cancelled or
+    timed out takes its connection with it: no caller ever gets another one's reply.
+    """
+
+    def __init__(
+        self, settings: Settings, *, wait_s: float = 0.0, limit: int = MAX_CONNECTIONS
+    ) -> None:
+        self._redis = aioredis.Redis.from_url(
+            settings.redis_url,
+            password=_password(settings),
+            protocol=2,
+            retry=Retry(NoBackoff(), 0),
+            socket_timeout=COMMAND_TIMEOUT_S + wait_s,
+            socket_connect_timeout=COMMAND_TIMEOUT_S,
+        )
+        self._turns = asyncio.Semaphore(limit)
+
+    async def command(self, *words: Argument) -> Any:
+        """Send one command; the reply in the client's form. Raises BusError and its kinds."""
+        return await self._in_turn(self._redis.execute_command, *words)
+
+    async def script(self, script: Script, keys: Sequence[str], args: Sequence[Argument]) -> Any:
+        """Run a script, which its server may have forgotten."""
+        words = (len(keys), *keys, *args)
+        try:
+            return await self.command("EVALSHA", script.digest, *words)
+        except _NoScriptError:
+            return await self.command("EVAL", script.text, *words)
+
+    async def commands(
+        self,
+        commands: Sequence[tuple[Argument, ...]],
+        *,
+        atomic: bool = False,
+        strict: bool = True,
+    ) -> list[Any]:
+        """Send commands together; a refusal of one is raised if `strict`, else it is its reply."""
+        pipeline: Any = self._redis.pipeline(transaction=atomic)
+        for command in commands:
+            pipeline.execute_command(*command)
+        replies: list[Any] = await self._in_turn(pipeline.execute, strict)
+        return replies
+
+    async def close(self) -> None:
+        """Close what is open."""
+        await self._redis.aclose()
+
+    async def _in_turn(self, send: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        try:
+            async with asyncio.timeout(COMMAND_TIMEOUT_S):
+                await self._turns.acquire()
+        except TimeoutError:
+            raise BusDownError("too many commands wait for Redis") from None
+        try:
+            return await _named(send(*args))
+        finally:
+            self._turns.release()
+
+
+class _NoScriptError(BusError):
+    """The server does not know a script's digest."""
+
+
+async def _named(reply: Awaitable[Any]) -> Any:
+    """Turn the client's failures into ours; only a wrong argument stays what it is."""
+    try:
+        return await reply
+    except redis_errors.DataError:
+        raise
+    except _ACCOUNT as error:
+        raise BusError(f"Redis refused the account: {error}") from None
+    except _DOWN as error:
+        if isinstance(error.__cause__, _ACCOUNT):  # refused while connecting
+            raise BusError(f"Redis refused the account: {error}") from None
+        raise BusDownError(f"Redis did not answer: {error}") from None
+    except redis_errors.OutOfMemoryError as error:
+        raise BusFullError(f"Redis is full: {error}") from None
+    except redis_errors.NoScriptError as error:
+        raise _NoScriptError(str(error)) from None
+    except redis_errors.ResponseError as error:
+        raise _refusal(str(error)) from None
+    except redis_errors.RedisError as error:
+        raise BusDownError(f"Redis client: {error}") from None
+
+
+def _refusal(text: str) -> BusError:
+    if text.startswith(("FENCED", "GAP")):
+        return FencedError(text)
+    if text.startswith(_CANNOT_SERVE_NOW):
+        return BusDownError(f"Redis cannot serve now: {text}")
+    return BusError(f"Redis refused: {text}")
+
+
+def _password(settings: Settings) -> str | None:
+    path = settings.redis_password_file
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"REDIS_PASSWORD_FILE={path}: {error}") from None
