@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NoReturn
 
 import structlog
 
 from gateway.detokenizer import Detokenizer, TextOptions
 from gateway.errors import ApiError, from_engine, internal, invalid, too_busy, unavailable
-from gateway.output_router import Collector, OutputRouter, SequenceDelta
+from gateway.output_router import OutputRouter, SequenceDelta
 from gateway.vocabulary import Vocabulary
 from wire.bus import Bus, BusError, BusFullError, QueueFullError, retrying
 from wire.codec import WireError
@@ -24,6 +25,7 @@ from wire.config import Settings
 from wire.messages import (
     AbortRequest,
     EngineCoreRequest,
+    FinishedRequest,
     FinishReason,
     SamplingParams,
     StartedRequest,
@@ -85,7 +87,7 @@ class EngineClient:
 
     async def generate(
         self, requests: Sequence[GenerationRequest], vocabulary: Vocabulary, idle_s: float
-    ) -> AsyncIterator[list[SequenceOutput]]:
+    ) -> AsyncGenerator[list[SequenceOutput], None]:
         """Queue these together, or none of them, and yield what comes until all have ended.
 
         Yields an empty list whenever nothing came for `idle_s`. Close it (`aclosing`) to leave
@@ -98,13 +100,15 @@ class EngineClient:
         ]
         try:
             await self._submit(
-                [
-                    self._core_request(sequence, request)
-                    for sequence, request in zip(sequences, requests, strict=True)
-                ]
+                [self._core_request(*pair) for pair in zip(sequences, requests, strict=True)]
             )
-            async for outputs in self._collect(collector, sequences, idle_s):
-                yield outputs
+            while any(sequence.is_open for sequence in sequences):
+                deltas = await collector.get(idle_s)
+                yield [
+                    self._advance(sequences[index], delta)
+                    for index, delta in deltas.items()
+                    if sequences[index].is_open
+                ]
         except _NotQueuedError as error:
             for sequence in sequences:
                 sequence.is_open = False
@@ -112,7 +116,8 @@ class EngineClient:
         finally:
             for sequence in sequences:
                 self._router.close(sequence.handle)
-            self._abort(sequence for sequence in sequences if sequence.is_open)
+                if sequence.is_open:
+                    self._abort(sequence)
 
     async def run(self) -> NoReturn:
         """Publish aborts until cancelled, each until Redis has it.
@@ -123,7 +128,9 @@ class EngineClient:
         while True:
             abort = await self._aborts.get()
             try:
-                await retrying(lambda abort=abort: self._bus.abort(abort))  # type: ignore[misc]  # bound now
+                await retrying(partial(self._bus.abort, abort))
+            except BusError as error:
+                log.error("abort_refused", req_id=abort.req_id, error=str(error))
             finally:
                 self._aborts.task_done()
 
@@ -173,64 +180,53 @@ class EngineClient:
             log.error("submit_refused", error=str(error))
             raise _NotQueuedError(internal()) from None
 
-    async def _collect(
-        self, collector: Collector, sequences: Sequence[_Sequence], idle_s: float
-    ) -> AsyncIterator[list[SequenceOutput]]:
-        while any(sequence.is_open for sequence in sequences):
-            deltas = await collector.get(idle_s)
-            outputs = [
-                self._advance(sequences[index], delta)
-                for index, delta in deltas.items()
-                if sequences[index].is_open
-            ]
-            if outputs or not deltas:
-                yield outputs
-
     def _advance(self, sequence: _Sequence, delta: SequenceDelta) -> SequenceOutput:
         """Turn what came into text, and see whether the sequence ends here."""
-        text = sequence.detokenizer.push(delta.token_ids)
-        sequence.num_output_tokens += text.num_tokens
-        pieces, stop = [text.text], text.stop
-        finish_reason: FinishReason | None = None
-        stop_reason: str | int | None = stop
-        num_preemptions = 0
-        if delta.finished is not None:
-            sequence.is_open = False
-            if delta.finished.finish_reason == "error":
-                raise from_engine(delta.finished.error_code, delta.finished.error)
-            finish_reason = delta.finished.finish_reason
-            num_preemptions = delta.finished.num_preemptions
-            if stop is None:
-                rest = sequence.detokenizer.finish()
-                pieces.append(rest.text)
-                stop_reason = rest.stop or delta.finished.stop_token_id
-                stop = rest.stop
-        elif delta.gap is not None and stop is None:
-            raise internal(delta.gap)
-        elif stop is not None:
-            self._abort([sequence], reason_is_stop=True)
-        return SequenceOutput(
+        new = sequence.detokenizer.push(delta.token_ids)
+        sequence.num_output_tokens += new.num_tokens
+        output = SequenceOutput(
             index=sequence.index,
-            text="".join(pieces),
-            token_ids=delta.token_ids[: text.num_tokens],
+            text=new.text,
+            token_ids=delta.token_ids[: new.num_tokens],
             num_output_tokens=sequence.num_output_tokens,
             started=delta.started,
-            finish_reason="stop" if stop is not None else finish_reason,
-            stop_reason=stop_reason,
-            num_preemptions=num_preemptions,
+        )
+        if new.stop is not None:
+            if delta.finished is None:
+                self._abort(sequence, at_stop_string=True)
+            sequence.is_open = False
+            return replace(output, finish_reason="stop", stop_reason=new.stop)
+        if delta.gap is not None:
+            raise internal(delta.gap)
+        if delta.finished is not None:
+            sequence.is_open = False
+            return self._finish(sequence, output, delta.finished)
+        return output
+
+    def _finish(
+        self, sequence: _Sequence, output: SequenceOutput, finished: FinishedRequest
+    ) -> SequenceOutput:
+        """Add what the detokenizer held back, and the reason."""
+        if finished.finish_reason == "error":
+            raise from_engine(finished.error_code, finished.error)
+        rest = sequence.detokenizer.finish()
+        return replace(
+            output,
+            text=output.text + rest.text,
+            finish_reason="stop" if rest.stop is not None else finished.finish_reason,
+            stop_reason=finished.stop_token_id if rest.stop is None else rest.stop,
+            num_preemptions=finished.num_preemptions,
         )
 
-    def _abort(self, sequences: Iterable[_Sequence], *, reason_is_stop: bool = False) -> None:
-        """Have sequences ended: for a stop string at the token it ends with, else where they are."""
-        for sequence in sequences:
-            sequence.is_open = False
-            self._router.close(sequence.handle)
-            abort = (
-                AbortRequest(sequence.req_id, "stop", sequence.num_output_tokens)
-                if reason_is_stop
-                else AbortRequest(sequence.req_id)
-            )
-            self._aborts.put_nowait(abort)
+    def _abort(self, sequence: _Sequence, *, at_stop_string: bool = False) -> None:
+        """Have a sequence ended: at the token that completed a stop string, or where it is."""
+        self._router.close(sequence.handle)
+        abort = (
+            AbortRequest(sequence.req_id, "stop", sequence.num_output_tokens)
+            if at_stop_string
+            else AbortRequest(sequence.req_id)
+        )
+        self._aborts.put_nowait(abort)
 
 
 class _NotQueuedError(Exception):

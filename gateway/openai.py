@@ -268,7 +268,9 @@ class CompletionBody(GenerationBody):
     def _no_tokens_only_with_echo(self) -> CompletionBody:
         if self.asked_tokens == 0 and not self.echo:
             raise PydanticCustomError(
-                "value", "must be at least 1; 0 is allowed with `echo` only", {"field": "max_tokens"}
+                "value",
+                "must be at least 1; 0 is allowed with `echo` only",
+                {"field": "max_tokens"},
             )
         return self
 
@@ -294,6 +296,11 @@ class Message(Body):
     content: Content
     name: str | None = None
     tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """Write it as chat templates know it; to them a developer's message is the system's."""
+        role = "system" if self.role == "developer" else self.role
+        return {**self.model_dump(exclude_none=True), "role": role}
 
 
 class ChatBody(GenerationBody):

@@ -6,7 +6,8 @@ ranges of single fields are `gateway.openai`'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -99,3 +100,10 @@ def _check_ids(token_ids: Sequence[int], facts: ModelFacts, param: str) -> None:
             f"{facts.vocab_size - 1}",
             param,
         )
+
+
+def seeds(seed: int | None) -> Iterator[int]:
+    """Draw seeds for requests without one; repeatable if a seed is given."""
+    source = random.SystemRandom() if seed is None else random.Random(seed)
+    while True:
+        yield source.getrandbits(SEED_BITS)

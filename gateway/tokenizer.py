@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -35,7 +35,9 @@ _OWN_NAMES = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_temp
 class Tokenizer:
     """The tokenizer of one model folder, on a few threads."""
 
-    def __init__(self, tokenizers: Sequence[PreTrainedTokenizerFast], vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, tokenizers: Sequence[PreTrainedTokenizerFast], vocabulary: Vocabulary
+    ) -> None:
         self.vocabulary = vocabulary
         self.eos_token_id: int | None = tokenizers[0].eos_token_id
         self._idle: SimpleQueue[PreTrainedTokenizerFast] = SimpleQueue()
@@ -90,7 +92,7 @@ class Tokenizer:
 
         def job(tokenizer: PreTrainedTokenizerFast) -> list[int]:
             try:
-                token_ids: list[int] = tokenizer.apply_chat_template(
+                token_ids = tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
@@ -102,7 +104,7 @@ class Tokenizer:
             except Exception as error:  # a template may raise anything; its input is the client's
                 reason = f"the model's chat template refuses this: {error}"[:1000]
                 raise invalid(reason, "messages") from error
-            return token_ids
+            return cast("list[int]", token_ids)
 
         return await self._run(job)
 
@@ -111,7 +113,7 @@ class Tokenizer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _check_length(self, length: int, max_tokens: int, param: str) -> None:
-        """Refuse a text before it costs seconds: even of the longest tokens it would be too many."""
+        """Refuse, before it costs seconds, a text too long even if all its tokens were long."""
         if length > max_tokens * self._longest_piece:
             raise invalid(
                 f"{param}: {length} characters are more than {max_tokens} tokens can hold",

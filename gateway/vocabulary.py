@@ -46,7 +46,9 @@ def read_vocabulary(tokenizer: Tokenizer) -> Vocabulary:
     """
     decoders = set(_decoder_types(tokenizer))
     special_ids = frozenset(
-        token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        token_id
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special
     )
     tokens = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
     ids = range(max(tokens, default=-1) + 1)

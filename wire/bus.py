@@ -168,16 +168,14 @@ class Bus:
         major = re.match(r"\d+", version)
         if major is None or int(major[0]) < 7:
             return f"Redis {version} is too old: 7.0 or newer, or Valkey 7.2 or newer, is needed"
-        try:
-            policy = await self._connection.command("CONFIG GET", "maxmemory-policy")
-        except BusDownError:
-            raise
-        except BusError:  # an account that may not ask, or a service that has no such command
-            return None
-        found = str(policy.get("maxmemory-policy", "noeviction"))
-        if found != "noeviction":
-            return f"Redis has maxmemory-policy {found}: it must be noeviction, or requests vanish"
+        policy = await self._configured("maxmemory-policy")
+        if policy not in (None, "noeviction"):
+            return f"Redis has maxmemory-policy {policy}: it must be noeviction, or requests vanish"
         return None
+
+    async def is_durable(self) -> bool:
+        """Say whether what was accepted survives a restart of Redis; yes, if it does not tell."""
+        return await self._configured("appendonly") in (None, "yes")
 
     async def close(self) -> None:
         """Close every connection."""
@@ -354,7 +352,7 @@ class Bus:
         return {str(name): str(value) for name, value in info.items()}
 
     async def queue_lengths(self, workers: Sequence[str]) -> dict[str, int]:
-        """Count what is in the queues, by their short names: `waiting`, `running:<worker>`, …"""
+        """Count what is in the queues, by their short names, as in `running:<worker>`."""
         streams = {"requests": self.keys.requests(), "dead": self.keys.dead()}
         mirrors = {"waiting": self.keys.waiting()}
         for worker in workers:
@@ -404,6 +402,15 @@ class Bus:
     async def _append(self, key: str, entry_id: str, fields: Mapping[str, Any]) -> None:
         pairs = [item for pair in fields.items() for item in pair]
         await self._connection.script(_APPEND, [key], [entry_id, STREAM_LENGTH, *pairs])
+
+    async def _configured(self, name: str) -> str | None:
+        try:
+            found = await self._connection.command("CONFIG GET", name)
+        except BusDownError:
+            raise
+        except BusError:  # an account that may not ask, or a service that has no such command
+            return None
+        return str(found[name]) if name in found else None
 
     async def _hash(self, key: str) -> dict[str, str]:
         return _text(await self._connection.command("HGETALL", key))

@@ -269,5 +269,5 @@ def pack_for_script(part: object) -> bytes:
     """
     try:
         return cast("bytes", msgpack.packb(part, use_bin_type=False))
-    except (OverflowError, ValueError) as error:
+    except (OverflowError, ValueError, TypeError) as error:
         raise WireError(f"script argument: {error}"[:200]) from None

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import secrets
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import parse_qs, urlsplit
 
+from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -23,7 +26,7 @@ PREFIX = "PAGESTREAM_"
 _ID_PATTERN = r"^[A-Za-z0-9_.-]{1,64}$"
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0.01, le=1e8, allow_inf_nan=False)]
 
 
 class SettingsError(Exception):
@@ -143,15 +146,24 @@ class Settings(BaseSettings):
     drain_timeout_s: Seconds = Field(
         30, description="How long an orderly stop waits for running requests."
     )
-    seed: NonNegativeInt | None = Field(
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
         None, description="Makes the seeds repeatable that are drawn for requests without one."
     )
 
     @field_validator("redis_url")
     @classmethod
-    def _known_scheme(cls, value: str) -> str:
+    def _usable_address(cls, value: str) -> str:
         if not value.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("must start with redis://, rediss:// or unix://")
+        parts = urlsplit(value)
+        if parts.scheme == "unix" and not parts.path:
+            raise ValueError("must name the socket: unix:///path/redis.sock")
+        if parts.scheme != "unix" and not re.fullmatch(r"/?\d*", parts.path):
+            raise ValueError("must end with the number of a database, if with anything")
+        for option in parse_qs(parts.query, keep_blank_values=True):
+            if option != "db" and not option.startswith("ssl_"):
+                raise ValueError(f"has the option {option}; only db and ssl_… are allowed")
+        _ = parts.port  # raises ValueError if it is none
         return value
 
     @model_validator(mode="after")
@@ -184,12 +196,13 @@ def load(assignments: Iterable[str] = (), **overrides: Any) -> Settings:
     given: dict[str, Any] = {k: v for k, v in overrides.items() if v is not None}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
-        if not equals:
+        if not name or not equals:
             raise SettingsError(f"--set {assignment}: expected NAME=VALUE")
         name = name.strip().upper().removeprefix(PREFIX)
         _check_name(name)
         given[name.lower()] = value
-    _check_environment(os.environ)
+    _check_names(os.environ)
+    _check_names(_dotenv())
     try:
         return Settings(**given)
     except ValidationError as error:
@@ -203,10 +216,21 @@ def _check_name(name: str) -> None:
         raise SettingsError(f"{name}: no such setting; the nearest is {near[0]}")
 
 
-def _check_environment(environ: Mapping[str, str]) -> None:
-    for variable in environ:
-        if variable.startswith(PREFIX):
-            _check_name(variable.removeprefix(PREFIX))
+def _check_names(variables: Iterable[str]) -> None:
+    """Refuse an unknown name of ours; the names of others are none of our business."""
+    for variable in variables:
+        if variable.upper().startswith(PREFIX):
+            _check_name(variable.upper().removeprefix(PREFIX))
+
+
+def _dotenv() -> Iterable[str]:
+    path = Settings.model_config["env_file"]
+    if path is None:
+        return ()
+    try:
+        return dotenv_values(str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: {error}") from None
 
 
 def _sentence(error: ValidationError) -> str:
@@ -215,10 +239,16 @@ def _sentence(error: ValidationError) -> str:
         message = one["msg"].removeprefix("Value error, ")
         if one["loc"]:
             name = setting_name(str(one["loc"][0]))
-            sentences.append(f"{name}={one['input']}: {message}")
+            value = without_password(str(one["input"]))
+            sentences.append(f"{name}={value}: {message}")
         else:
             sentences.append(message)
     return "; ".join(sentences)
+
+
+def without_password(url: str) -> str:
+    """Make an address fit to be shown."""
+    return re.sub(r"(?<=//)[^/@]*@", "***@", url)
 
 
 def process_id(role: str) -> str:

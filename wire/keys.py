@@ -13,10 +13,14 @@ _SEQ_BITS = 21
 def request_number(entry_id: str) -> int:
     """Turn the entry id `<ms>-<seq>` of a request into one integer that keeps the order.
 
-    42 bits of milliseconds (until the year 2109) and 21 bits of sequence.
+    42 bits of milliseconds (until the year 2109) and 21 bits of sequence: two million entries
+    while the server's clock stands still. ValueError if an id has more than fits, or is none.
     """
     ms, _, seq = entry_id.partition("-")
-    return int(ms) << _SEQ_BITS | int(seq)
+    number = int(ms) << _SEQ_BITS | int(seq)
+    if int(seq) >> _SEQ_BITS or number >> 63:
+        raise ValueError(f"{entry_id} does not fit a request number")
+    return number
 
 
 def entry_id(req: int) -> str:

@@ -135,8 +135,10 @@ class SchedulerOutput:
     4. Of those, each that has reached the end of its known tokens samples one token, in that same
        order, and then joins the end of the decode batch if it is not in it.
 
-    `num_decodes` is the size of the decode batch in 3, for the worker to check. A higher epoch than
-    before means: forget every request first. `step_id` 0 opens an epoch and runs nothing.
+    `num_decodes` is the size of the decode batch in 3, for the worker to check.
+
+    A *fence* runs nothing: it opens an epoch (with `step_id` 0), or takes a worker back that was
+    given up, and the worker forgets every request that it holds. It is answered like any step.
     """
 
     epoch: int
@@ -146,6 +148,7 @@ class SchedulerOutput:
     num_decodes: int = 0
     finished_reqs: list[int] = field(default_factory=list)
     preempted_reqs: list[int] = field(default_factory=list)
+    is_fence: bool = False
 
 
 # ---------------------------------------------------------------- worker -> scheduler

@@ -2,7 +2,8 @@
 
 A service is an async function of (settings, stopping): it serves until the event `stopping` is set,
 then ends in order. Exit codes: 0 after an orderly end, 2 for a setting that cannot work, 1 for
-anything else that stops it. Whoever starts it gets a sentence, never a traceback.
+anything else that stops it, a second signal too. Whoever starts it gets a sentence; a traceback is
+a bug of ours.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 import structlog
 
 from wire.bus import Bus, BusDownError, BusError, BusFullError
-from wire.config import Settings, SettingsError, load
+from wire.config import Settings, SettingsError, load, without_password
 
 log = structlog.get_logger()
 
@@ -77,11 +78,15 @@ async def _serve(service: Service, settings: Settings) -> None:
         interrupts += 1
         stopping.set()
         if interrupts > 1:  # asked twice: no more waiting
-            os._exit(0)
+            os._exit(1)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, on_signal)
-    await service(settings, stopping)
+    try:
+        await service(settings, stopping)
+    except StartupError:
+        if not stopping.is_set():  # else nobody is surprised that it did not start
+            raise
 
 
 async def connect(settings: Settings, stopping: asyncio.Event, patience_s: float = 30.0) -> Bus:
@@ -92,23 +97,31 @@ async def connect(settings: Settings, stopping: asyncio.Event, patience_s: float
 
     """
     bus = Bus.connect(settings)
-    deadline = time.monotonic() + patience_s
-    problem = "stopped before Redis answered"
+    try:
+        problem = await _problem(bus, stopping, time.monotonic() + patience_s)
+    except BaseException:
+        await bus.close()
+        raise
+    if problem is None:
+        return bus
+    await bus.close()
+    raise StartupError(f"REDIS_URL={without_password(settings.redis_url)}: {problem}")
+
+
+async def _problem(bus: Bus, stopping: asyncio.Event, deadline: float) -> str | None:
+    problem: str | None = "not asked yet"
     while not stopping.is_set():
         try:
-            found = await bus.check_server()
+            problem = await bus.check_server()
+            if problem is None and not await bus.is_durable():
+                log.warning("redis_forgets", why="appendonly is off: a restart loses all requests")
+            break
         except BusDownError as error:
             problem = str(error)
-            if time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.1)
-            continue
-        if found is None:
-            return bus
-        problem = found
-        break
-    await bus.close()
-    raise StartupError(f"REDIS_URL={settings.redis_url}: {problem}")
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.1)
+    return problem
 
 
 async def heartbeat(  # noqa: PLR0917 - who beats, then what it says: one line at each caller

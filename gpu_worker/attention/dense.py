@@ -89,7 +89,7 @@ def _grouped_step_by_step(
 def _step_by_step(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: LayerAttention
 ) -> Tensor:
-    """query (N, HK, G * M, DK), the queries of a head together; returns (N, HK, G * M, DV)."""
+    """Query (N, HK, G * M, DK), the queries of a head together; returns (N, HK, G * M, DV)."""
     scores = torch.matmul(query, key.transpose(2, 3)).float() * how.scale  # (N, HK, G * M, L)
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)

@@ -116,7 +116,7 @@ class TorchAttention:
         return pool
 
     def _rows_of_slots(self, num_kv_heads: int) -> Tensor:
-        """Where tokens and heads belong in a pool seen as (blocks * HK * block_size, D): (T * HK,)."""
+        """Rows of tokens and heads, (T * HK,), in a pool seen as (blocks * HK * block_size, D)."""
         assert self._metadata is not None, "begin_step comes first"
         slots = self._metadata.slot_mapping.unsqueeze(1)  # (T, 1)
         blocks, offsets = slots // self._block_size, slots % self._block_size

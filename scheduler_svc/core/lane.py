@@ -33,7 +33,9 @@ class StepRecord:
 class Lane:
     """One worker: its blocks, its running requests and its steps."""
 
-    def __init__(self, worker: str, capacity: WorkerCapacity, kv: KVCacheManager) -> None:
+    def __init__(
+        self, worker: str, capacity: WorkerCapacity, kv: KVCacheManager, last_step: int = 0
+    ) -> None:
         self.worker = worker
         self.capacity = capacity
         self.kv = kv
@@ -41,8 +43,8 @@ class Lane:
         self.prefilling = RequestQueue()
         self.decode_batch: list[Request] = []  # DECODING; the worker derives the same list
         self.ending: dict[int, Request] = {}
-        self.next_step = 1
-        self.last_answered_step = 0
+        self.next_step = last_step + 1
+        self.last_answered_step = last_step
         self.in_flight: deque[StepRecord] = deque()
         self.finished: list[int] = []  # to be told to the worker with the next step
         self.preempted: list[int] = []

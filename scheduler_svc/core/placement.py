@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from scheduler_svc.core.lane import Lane
@@ -18,13 +18,19 @@ class Place:
 
     lane: Lane
     hits: list[int]
+    num_missing_tokens: int
 
 
 def best_place(
-    request: Request, lanes: Iterable[Lane], max_num_seqs: int, reserve_full_prompt: bool
+    request: Request,
+    lanes: Iterable[Lane],
+    max_num_seqs: int,
+    reserve_full_prompt: bool,
+    promised: Mapping[str, int],
 ) -> Place | None:
     """Find the worker where a request would wait least: little left to compute, little to share.
 
+    `promised` is the cost, by worker, of requests that are left for it and that it has not taken.
     None if no worker has a seat and room for it now. Ties go to the lane that comes first.
     """
     best, least = None, 0
@@ -38,9 +44,9 @@ def best_place(
             continue
         backlog = sum(r.num_tokens - r.num_computed_tokens for r in lane.prefilling)
         cost = request.num_tokens - hit_tokens + backlog
-        cost += len(lane.running) * RUNNING_COST_TOKENS
+        cost += len(lane.running) * RUNNING_COST_TOKENS + promised.get(lane.worker, 0)
         if best is None or cost < least:
-            best, least = Place(lane, hits), cost
+            best, least = Place(lane, hits, request.num_tokens - hit_tokens), cost
     return best
 
 

@@ -16,7 +16,7 @@ from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
 from scheduler_svc.core.kv_cache_manager import KVCacheManager
 from scheduler_svc.core.lane import Lane, StepRecord
 from scheduler_svc.core.outputs import Finished, Outputs, Started, Totals
-from scheduler_svc.core.placement import Place, best_place, could_ever_fit
+from scheduler_svc.core.placement import RUNNING_COST_TOKENS, Place, best_place, could_ever_fit
 from scheduler_svc.core.request import Request, RequestStatus
 from scheduler_svc.core.request_queue import RequestQueue
 from wire.messages import (
@@ -60,15 +60,15 @@ class Scheduler:
 
     # ------------------------------------------------------------ workers
 
-    def add_worker(self, worker: str, capacity: WorkerCapacity) -> None:
-        """Register a worker with an empty cache."""
+    def add_worker(self, worker: str, capacity: WorkerCapacity, last_step: int = 0) -> None:
+        """Register a worker with an empty cache; its steps are numbered from `last_step` + 1."""
         if not self.config.enable_chunked_prefill:
             longest = min(capacity.max_model_len, self.config.max_num_batched_tokens)
             capacity = WorkerCapacity(capacity.num_blocks, capacity.block_size, longest)
         kv = KVCacheManager(
             capacity.num_blocks, capacity.block_size, self.config.enable_prefix_caching
         )
-        self._lanes[worker] = Lane(worker, capacity, kv)
+        self._lanes[worker] = Lane(worker, capacity, kv, last_step)
         self._longest = max(self._longest, capacity.max_num_tokens)
         for request in list(self.waiting):
             self._refuse_if_too_long(request)
@@ -163,6 +163,7 @@ class Scheduler:
 
     def _schedule_waiting(self, lane: Lane, plan: _Plan, now: float) -> None:
         index = passed_over = 0
+        promised: dict[str, int] = {}
         while index < len(self.waiting) and passed_over < MAX_PASSED_OVER:
             if self._budget(lane, plan) == 0 or len(lane.running) >= self.config.max_num_seqs:
                 return
@@ -170,20 +171,23 @@ class Scheduler:
             if not self._is_ready(request):
                 if request.worker == lane.worker:
                     return  # its last result is on its way: nobody takes its room meanwhile
-            elif (place := self._best_place(request)) is None:
+            elif (place := self._best_place(request, promised)) is None:
                 if any(could_ever_fit(request, other) for other in self._lanes.values()):
                     return
             elif place.lane is lane:
                 if not self._admit(request, place, plan, now):
                     return
                 continue
+            else:
+                cost = place.num_missing_tokens + RUNNING_COST_TOKENS
+                promised[place.lane.worker] = promised.get(place.lane.worker, 0) + cost
             index += 1
             passed_over += 1
 
     def _admit(self, request: Request, place: Place, plan: _Plan, now: float) -> bool:
         lane, hits = place.lane, place.hits
         hit_tokens = len(hits) * lane.capacity.block_size
-        missing = request.num_tokens - hit_tokens
+        missing = place.num_missing_tokens
         n = min(missing, self._budget(lane, plan))
         if self.config.enable_chunked_prefill:
             n = min(n, self._chunk_limit(lane))
@@ -240,12 +244,13 @@ class Scheduler:
         lane = self._lanes.get(request.worker)
         return lane is None or lane.last_answered_step >= request.resume_after
 
-    def _best_place(self, request: Request) -> Place | None:
+    def _best_place(self, request: Request, promised: dict[str, int]) -> Place | None:
         return best_place(
             request,
             self._lanes.values(),
             self.config.max_num_seqs,
             self.config.reserve_full_prompt,
+            promised,
         )
 
     # ------------------------------------------------------------ out and back

@@ -118,7 +118,7 @@ def test_fields_that_an_older_writer_leaves_out_have_their_defaults(message: Mes
             elif field.default is not dataclasses.MISSING:
                 assert getattr(arrived, field.name) == field.default
             else:
-                assert getattr(arrived, field.name) == field.default_factory()  # type: ignore[misc]  # one of both is there
+                assert getattr(arrived, field.name) == field.default_factory()
     if required:
         with pytest.raises(codec.WireError):
             codec.decode(msgpack.packb([version, tag, *values[: len(required) - 1]]))
@@ -245,7 +245,7 @@ UNSENDABLE: dict[str, Any] = {
     "no object of ours": object(),
     "a class": AbortRequest,
     "bool for int": SchedulerOutput(True, 1),
-    "float for int": SchedulerOutput(1.0, 1),  # type: ignore[arg-type]  # what is tested
+    "float for int": SchedulerOutput(1.0, 1),
     "subclass of int": SchedulerOutput(Number(1), 1),
     "2**64": SchedulerOutput(2**64, 1),
     "-2**63 - 1": SchedulerOutput(-(2**63) - 1, 1),
@@ -254,19 +254,19 @@ UNSENDABLE: dict[str, Any] = {
     "float in a nested list": SchedulerOutput(
         1,
         1,
-        cached_reqs=CachedRequestData([1], [1], [[1.0]]),  # type: ignore[list-item]  # likewise
+        cached_reqs=CachedRequestData([1], [1], [[1.0]]),
     ),
-    "tuple for list": SchedulerOutput(1, 1, finished_reqs=(1,)),  # type: ignore[arg-type]  # likewise
-    "none": AbortRequest(None),  # type: ignore[arg-type]  # likewise
+    "tuple for list": SchedulerOutput(1, 1, finished_reqs=(1,)),
+    "none": AbortRequest(None),
     "half a surrogate pair": AbortRequest("\ud800"),
-    "bytes for text": AbortRequest(b"r"),  # type: ignore[arg-type]  # likewise
-    "another word": AbortRequest("r", "pause"),  # type: ignore[arg-type]  # likewise
+    "bytes for text": AbortRequest(b"r"),
+    "another word": AbortRequest("r", "pause"),
     "nan": EngineCoreRequest("r", "g", 1, token_ids(), SamplingParams(1, temperature=math.nan)),
-    "list for packed tokens": ModelRunnerOutput(1, 1, [1]),  # type: ignore[arg-type]  # likewise
+    "list for packed tokens": ModelRunnerOutput(1, 1, [1]),
     "numbers for tokens": ModelRunnerOutput(1, 1, request_numbers([1])),
     "tokens for numbers": CommittedTokens(token_ids([1]), token_ids([1])),
-    "another message inside": EngineCoreOutputs(finished=[SAMPLING]),  # type: ignore[list-item]  # likewise
-    "map inside": EngineCoreOutputs(finished=[{"handle": 1}]),  # type: ignore[list-item]  # likewise
+    "another message inside": EngineCoreOutputs(finished=[SAMPLING]),
+    "map inside": EngineCoreOutputs(finished=[{"handle": 1}]),
     "too large": ModelRunnerOutput(1, 1, array("I", bytes(codec.MAX_MESSAGE_BYTES))),
 }
 
@@ -290,11 +290,12 @@ def test_a_refusal_names_the_field():
     with pytest.raises(codec.WireError, match=r"SchedulerOutput\.num_decodes: expected int"):
         codec.decode(packed(with_value(STEP, 6, "three")))
     with pytest.raises(codec.WireError, match=r"AbortRequest\.req_id: expected str"):
-        codec.encode(AbortRequest(7))  # type: ignore[arg-type]  # what is tested
+        codec.encode(AbortRequest(7))
 
 
 def test_arguments_of_scripts_are_plain_msgpack_of_the_old_kind():
-    assert codec.pack_for_script(["a", b"\xff", 1, [0.5]]) == b"\x94\xa1a\xa1\xff\x01\x91\xcb?\xe0" + bytes(6)  # fmt: skip
+    half = b"\xcb?\xe0" + bytes(6)
+    assert codec.pack_for_script(["a", b"\xff", 1, [0.5]]) == b"\x94\xa1a\xa1\xff\x01\x91" + half
     for bad in (2**64, "\ud800", object()):
         with pytest.raises(codec.WireError):
             codec.pack_for_script([bad])

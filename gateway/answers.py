@@ -1,0 +1,236 @@
+"""What clients get: the bodies and stream chunks of the OpenAI endpoints. Pure.
+
+Owns the shapes. One Answer for one HTTP request; its choices are numbered through all prompts, `n`
+for each.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from gateway.engine_client import SequenceOutput
+
+
+@dataclass(slots=True)
+class Choice:
+    """All that came for one sequence."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    def add(self, output: SequenceOutput, *, keep: bool) -> None:
+        """Take an output in; text and tokens only if they are wanted at the end."""
+        if keep:
+            self.texts.append(output.text)
+            self.token_ids += output.token_ids
+        if output.started is not None:
+            self.num_cached_tokens = output.started.num_cached_tokens
+        self.num_tokens = output.num_output_tokens
+        self.finish_reason = output.finish_reason
+        self.stop_reason = output.stop_reason
+
+
+class Answer(ABC):
+    """The answer to one request, as chunks or as one body."""
+
+    id_prefix: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_object_name: ClassVar[str]
+
+    def __init__(
+        self,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        has_token_ids: bool = False,
+        has_usage: bool = False,
+        has_running_usage: bool = False,
+    ) -> None:
+        """Prepare an answer to `prompts` (token ids) of `n` choices each."""
+        self.answer_id = f"{self.id_prefix}-{secrets.token_hex(16)}"
+        self._created = int(time.time())
+        self._model = model
+        self._prompts = prompts
+        self._n = n
+        self._has_token_ids = has_token_ids
+        self._has_usage = has_usage
+        self._has_running_usage = has_running_usage
+        self._choices = [Choice(index) for index in range(len(prompts) * n)]
+
+    def add(self, output: SequenceOutput) -> None:
+        """Take an output in that is not streamed."""
+        self._choices[output.index].add(output, keep=True)
+
+    def body(self) -> dict[str, Any]:
+        """All choices, with the usage."""
+        choices = [self._choice(choice) for choice in self._choices]
+        return {**self._head(self.object_name), "choices": choices, "usage": self.usage()}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Chunks before the first output."""
+        chunks = (self._opening(choice.index) for choice in self._choices)
+        return [self._chunk(chunk) for chunk in chunks if chunk is not None]
+
+    def chunk(self, output: SequenceOutput) -> dict[str, Any]:
+        """Turn an output into a chunk of the stream."""
+        self._choices[output.index].add(output, keep=False)
+        choice = {
+            "index": output.index,
+            **self._delta(output.text),
+            "logprobs": None,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if self._has_token_ids:
+            choice["token_ids"] = list(output.token_ids)
+        return self._chunk(choice)
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Chunks after the last output."""
+        if not self._has_usage:
+            return []
+        head = self._head(self.chunk_object_name)
+        return [{**head, "choices": [], "usage": self.usage()}]
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far. Each prompt counts once, however many choices it has."""
+        prompt_tokens = sum(map(len, self._prompts))
+        completion_tokens = sum(choice.num_tokens for choice in self._choices)
+        cached_tokens = sum(choice.num_cached_tokens for choice in self._choices[:: self._n])
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+    # ------------------------------------------------------------ what differs
+
+    @abstractmethod
+    def _opening(self, index: int) -> dict[str, Any] | None:
+        """The first chunk of a choice, if it has one of its own."""
+
+    @abstractmethod
+    def _delta(self, text: str) -> dict[str, Any]:
+        """New text of a choice, as a chunk has it."""
+
+    @abstractmethod
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        """A whole choice."""
+
+    # ------------------------------------------------------------ inside
+
+    def _head(self, object_name: str) -> dict[str, Any]:
+        return {
+            "id": self.answer_id,
+            "object": object_name,
+            "created": self._created,
+            "model": self._model,
+        }
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head(self.chunk_object_name), "choices": [choice]}
+        if self._has_usage:
+            chunk["usage"] = self.usage() if self._has_running_usage else None
+        return chunk
+
+    def _end(self, choice: Choice) -> dict[str, Any]:
+        end: dict[str, Any] = {
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        if self._has_token_ids:
+            end["token_ids"] = choice.token_ids
+        return end
+
+
+class CompletionAnswer(Answer):
+    """Of `POST /v1/completions`."""
+
+    id_prefix = "cmpl"
+    object_name = chunk_object_name = "text_completion"
+
+    def __init__(
+        self,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        *,
+        echoes: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Prepare an answer; `echoes` are the texts of the prompts, to be put before the output."""
+        super().__init__(model, prompts, **options)
+        self._echoes = echoes
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._n] if self._echoes is not None else ""
+
+    def _prompt_token_ids(self, index: int) -> dict[str, Any]:
+        if not self._has_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._prompts[index // self._n])}
+
+    def _opening(self, index: int) -> dict[str, Any] | None:
+        if self._echoes is None and not self._has_token_ids:
+            return None
+        return {
+            "index": index,
+            "text": self._echo(index),
+            "logprobs": None,
+            "finish_reason": None,
+            **self._prompt_token_ids(index),
+        }
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": self._echo(choice.index) + "".join(choice.texts),
+            **self._end(choice),
+            **self._prompt_token_ids(choice.index),
+        }
+
+
+class ChatAnswer(Answer):
+    """Of `POST /v1/chat/completions`."""
+
+    id_prefix = "chatcmpl"
+    object_name = "chat.completion"
+    chunk_object_name = "chat.completion.chunk"
+
+    def body(self) -> dict[str, Any]:
+        """All choices, with the usage."""
+        return {**super().body(), **self._prompt_token_ids()}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Say for each choice who speaks."""
+        first, *others = super().opening()
+        return [{**first, **self._prompt_token_ids()}, *others]
+
+    def _prompt_token_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._prompts[0])} if self._has_token_ids else {}
+
+    def _opening(self, index: int) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def _delta(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text}}
+
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+        return {"index": choice.index, "message": message, **self._end(choice)}

@@ -1,0 +1,23 @@
+"""What the app holds, by key: the one list of what handlers may reach for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from aiohttp import web
+
+from gateway.background import Background
+from gateway.engine_client import EngineClient
+from gateway.middlewares import OpenRequests
+from gateway.readiness import Readiness
+from wire.bus import Bus
+from wire.config import Settings
+
+SETTINGS = web.AppKey("settings", Settings)
+BUS = web.AppKey("bus", Bus)
+ENGINE = web.AppKey("engine", EngineClient)
+READINESS = web.AppKey("readiness", Readiness)
+BACKGROUND = web.AppKey("background", Background)
+OPEN_REQUESTS = web.AppKey("open_requests", OpenRequests)
+SEEDS = web.AppKey("seeds", Iterator[int])
+KEEP_ALIVE_S = web.AppKey("keep_alive_s", float)

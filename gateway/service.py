@@ -1,0 +1,114 @@
+"""The gateway as a process: it connects, listens, serves, and stops in order.
+
+Several gateways of one pool may listen on one port of one host, and the kernel spreads the
+connections; a port that anything else holds is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import structlog
+from aiohttp import web
+
+from gateway.app import create_app
+from gateway.app_keys import BACKGROUND, OPEN_REQUESTS, READINESS
+from wire.bus import Bus, BusError
+from wire.config import Settings, SettingsError, process_id
+from wire.service import HEARTBEAT_S, connect
+
+log = structlog.get_logger()
+
+PORT_PATIENCE = 5  # heartbeats to wait for a holder of the port to show itself as one of us
+LAST_WORDS_S = 1.0  # what a request gets that is still open after the drain
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+    """Serve until `stopping` is set, then let open requests end.
+
+    Raises:
+        SettingsError: MODEL, HOST or PORT cannot be used.
+        StartupError: Redis cannot be used.
+
+    """
+    bus = await connect(settings, stopping)
+    gateway_id = process_id("gateway")
+    app = create_app(settings, bus, gateway_id)
+    runner = web.AppRunner(
+        app, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_WORDS_S
+    )
+    try:
+        await runner.setup()
+        site = await _listen(runner, settings, bus, gateway_id)
+        log.info("gateway_listening", host=settings.host, port=settings.port)
+        async with asyncio.TaskGroup() as tasks:
+            failing = tasks.create_task(app[BACKGROUND].failure())
+            await stopping.wait()
+            await _drain(app, runner, site, settings.drain_timeout_s)
+            failing.cancel()
+    finally:
+        await runner.cleanup()
+        await bus.close()
+
+
+async def _listen(
+    runner: web.AppRunner, settings: Settings, bus: Bus, gateway_id: str
+) -> web.TCPSite:
+    """Listen on HOST:PORT, together with other gateways of this pool if there are any."""
+    for patience in reversed(range(PORT_PATIENCE)):
+        holder = _problem_with_port(settings)
+        if holder is None or await _is_shared(settings, bus, gateway_id):
+            break
+        if not patience:
+            raise SettingsError(f"PORT={settings.port}: {holder}")
+        await asyncio.sleep(HEARTBEAT_S)
+    site = web.TCPSite(runner, settings.host, settings.port, reuse_port=True)
+    try:
+        await site.start()
+    except OSError as error:
+        raise SettingsError(f"PORT={settings.port}: {error.strerror}") from None
+    return site
+
+
+def _problem_with_port(settings: Settings) -> str | None:
+    """Try to have the port alone; says why that cannot be."""
+    try:
+        places = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise SettingsError(f"HOST={settings.host}: {error.strerror}") from None
+    for family, kind, protocol, _, address in places:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                return f"{settings.host} cannot be listened on: {error.strerror}"
+    return None
+
+
+async def _is_shared(settings: Settings, bus: Bus, gateway_id: str) -> bool:
+    """Whether another gateway of this pool says that it listens on this host and port."""
+    try:
+        gateways = await bus.processes("gateway")
+    except BusError:
+        return False
+    here = {"host": socket.gethostname(), "port": str(settings.port)}
+    return any(
+        name != gateway_id and here.items() <= fields.items() for name, fields in gateways.items()
+    )
+
+
+async def _drain(
+    app: web.Application, runner: web.AppRunner, site: web.TCPSite, timeout_s: float
+) -> None:
+    """Take no more requests, and wait for those that are open."""
+    app[READINESS].drain()
+    await site.stop()
+    if runner.server is not None:
+        runner.server.pre_shutdown()  # idle connections are closed, busy ones after their answer
+    num_open = await app[OPEN_REQUESTS].wait_idle(timeout_s)
+    if num_open:
+        log.warning("drain_timed_out", num_open=num_open, timeout_s=timeout_s)

@@ -1,0 +1,262 @@
+"""The requests a worker holds, as rows that persist, and what one step makes of them.
+
+Owns the worker's mirror of the scheduler's state: `RequestStates` follows the rules written at
+`wire.messages.SchedulerOutput`, and refuses a step that does not fit. Runs nothing.
+
+A step that changes nothing costs a few operations on columns, whatever the number of requests.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gpu_worker.block_table import BlockTable, IntArray, ProtocolError
+from wire.messages import CachedRequestData, NewRequestData, RequestError, SchedulerOutput
+
+_NOT_DECODING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a worker can hold and run; part of what it announces."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    vocab_size: int  # width of the logits
+
+    @property
+    def max_blocks_per_request(self) -> int:
+        """One more than the longest request needs: a step may be in flight when it ends."""
+        return -(-self.max_model_len // self.block_size) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step runs, in order: the decode batch, those that catch up, the new ones.
+
+    Row i runs its tokens [seq_lens[i] - query_lens[i], seq_lens[i]).
+    """
+
+    rows: IntArray  # (S,)
+    query_lens: IntArray  # (S,) at least 1
+    seq_lens: IntArray  # (S,)
+    samples: NDArray[np.bool_]  # (S,) reaches the end of its known tokens
+    num_decodes: int  # rows [0, this) are the decode batch; all of it samples
+    errors: list[RequestError]  # of requests that run all the same, so that the rest is unharmed
+
+
+class SamplingColumns:
+    """How each row samples; filled when a request arrives."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.temperature = np.zeros(num_rows, dtype=np.float32)  # 0: greedy
+        self.top_k = np.zeros(num_rows, dtype=np.int64)  # 0: off
+        self.top_p = np.ones(num_rows, dtype=np.float32)
+        self.min_p = np.zeros(num_rows, dtype=np.float32)
+        self.seed = np.zeros(num_rows, dtype=np.uint64)
+
+    def fill(self, row: int, new: NewRequestData) -> None:
+        """Take over a request's parameters."""
+        sampling = new.sampling
+        self.temperature[row] = sampling.temperature
+        self.top_k[row] = min(max(sampling.top_k, 0), 2**31)
+        self.top_p[row] = sampling.top_p
+        self.min_p[row] = sampling.min_p
+        self.seed[row] = sampling.seed % 2**64
+
+
+class RequestStates:
+    """Rows of the requests that this worker holds, and the decode batch."""
+
+    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+        num_rows = capacity.max_num_seqs
+        self.reqs: list[int] = [0] * num_rows
+        self.num_prompt: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self.num_known: IntArray = np.zeros(num_rows, dtype=np.int64)  # prompt and output tokens
+        self.num_computed: IntArray = np.zeros(num_rows, dtype=np.int64)
+        self.token_ids: list[IntArray] = [np.empty(0, dtype=np.int64)] * num_rows  # at arrival
+        self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self.sampling = SamplingColumns(num_rows)
+        self.block_table = BlockTable(
+            num_rows, capacity.max_blocks_per_request, capacity.num_blocks, capacity.block_size
+        )
+        self._capacity = capacity
+        self._row_of: dict[int, int] = {}
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self._decode_batch: IntArray = np.zeros(num_rows, dtype=np.int64)  # rows, in order
+        self._num_decodes = 0
+        self._place: IntArray = np.full(num_rows, _NOT_DECODING)  # of a row in the decode batch
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    def forget_all(self) -> None:
+        """Hold no request any more."""
+        for req in list(self._row_of):
+            self._forget(req)
+
+    def apply(self, step: SchedulerOutput) -> Work:
+        """Change the rows as a step says; what it runs.
+
+        Raises ProtocolError if it does not fit; the rows are then in no state to go on with.
+        """
+        for req in (*step.finished_reqs, *step.preempted_reqs):
+            self._forget(req)
+        num_decodes = self._num_decodes
+        if step.num_decodes != num_decodes:
+            raise ProtocolError(f"num_decodes is {step.num_decodes}, but {num_decodes} decode here")
+        rows, query_lens = self._apply_cached(step.cached_reqs)
+        errors: list[RequestError] = []
+        for new in step.new_reqs:
+            rows.append(self._add(new, errors))
+            query_lens.append(new.num_scheduled_tokens)
+        return self._work(rows, query_lens, errors)
+
+    def advance(self, work: Work, sampled: Tensor) -> None:
+        """A step has run; `sampled` (N,) are the tokens of the rows that sample, in order."""
+        self.num_computed[work.rows] = work.seq_lens
+        sampling = work.rows[work.samples]
+        self.num_known[sampling] += 1
+        self.last_token[torch.from_numpy(sampling).to(sampled.device)] = sampled
+        joining = sampling[work.num_decodes :]
+        end = self._num_decodes + len(joining)
+        self._decode_batch[self._num_decodes : end] = joining
+        self._place[joining] = np.arange(self._num_decodes, end)
+        self._num_decodes = end
+
+    # ------------------------------------------------------------ one change each
+
+    def _forget(self, req: int) -> None:
+        row = self._row_of.pop(req, None)
+        if row is None:
+            raise ProtocolError(f"request {req} ends here, but is not here")
+        self.block_table.clear(row)
+        self._free_rows.append(row)
+        place = self._place[row]
+        if place == _NOT_DECODING:
+            return
+        self._num_decodes -= 1
+        last = self._decode_batch[self._num_decodes]
+        self._decode_batch[place] = last
+        self._place[last] = place
+        self._place[row] = _NOT_DECODING
+
+    def _apply_cached(self, cached: CachedRequestData) -> tuple[list[int], list[int]]:
+        """Append blocks; rows and lengths of those that still catch up, in the order listed."""
+        if not len(cached.reqs) == len(cached.num_scheduled_tokens) == len(cached.new_block_ids):
+            raise ProtocolError("the columns of cached_reqs differ in length")
+        rows, query_lens = [], []
+        columns = zip(cached.reqs, cached.num_scheduled_tokens, cached.new_block_ids, strict=True)
+        for req, num_scheduled, block_ids in columns:
+            row = self._row_of.get(req)
+            if row is None:
+                raise ProtocolError(f"request {req} goes on here, but is not here")
+            self.block_table.append(row, block_ids)
+            if self._place[row] == _NOT_DECODING:
+                rows.append(row)
+                query_lens.append(num_scheduled)
+            elif num_scheduled != 1:
+                raise ProtocolError(f"request {req} decodes, but is to run {num_scheduled} tokens")
+        return rows, query_lens
+
+    def _add(self, new: NewRequestData, errors: list[RequestError]) -> int:
+        if new.req in self._row_of:
+            raise ProtocolError(f"request {new.req} is new, but is here already")
+        if not self._free_rows:
+            raise ProtocolError(f"more than {self._capacity.max_num_seqs} requests")
+        row = self._row_of[new.req] = self._free_rows.pop()
+        known = _joined(new.prompt_token_ids, new.output_token_ids)
+        foreign = known >= self._capacity.vocab_size
+        if foreign.any():
+            token, vocab_size = known[foreign][0], self._capacity.vocab_size
+            errors.append(RequestError(new.req, f"token id {token}: there are {vocab_size}"))
+            known[foreign] = 0  # it is run, so that whoever shares its blocks can be told
+        if new.num_computed_tokens < 0:
+            raise ProtocolError(f"request {new.req}: {new.num_computed_tokens} tokens computed")
+        self.reqs[row] = new.req
+        self.token_ids[row] = known
+        self.num_prompt[row] = len(new.prompt_token_ids)
+        self.num_known[row] = len(known)
+        self.num_computed[row] = new.num_computed_tokens
+        self.sampling.fill(row, new)
+        self.block_table.append(row, new.block_ids)
+        return row
+
+    def _work(self, rows: list[int], query_lens: list[int], errors: list[RequestError]) -> Work:
+        """Put the decode batch before the rows that catch up, and check all of it together."""
+        num_decodes, limit = self._num_decodes, self._capacity.max_num_batched_tokens
+        all_rows = np.array(rows, dtype=np.int64)
+        all_rows = np.concatenate((self._decode_batch[:num_decodes], all_rows))
+        all_lens = np.ones(len(all_rows), dtype=np.int64)
+        all_lens[num_decodes:] = query_lens
+        seq_lens = self.num_computed[all_rows] + all_lens
+        known = self.num_known[all_rows]
+        if len(set(rows)) != len(rows):
+            raise ProtocolError("a request is listed twice")
+        if (all_lens < 1).any() or (seq_lens > known).any():
+            raise ProtocolError("a request is to run no token, or more than are known")
+        if not self.block_table.holds(all_rows, seq_lens).all():
+            raise ProtocolError("a request is to run more tokens than its blocks hold")
+        if all_lens.sum() > limit:
+            raise ProtocolError(f"{all_lens.sum()} tokens in a step: {limit} is the most")
+        return Work(all_rows, all_lens, seq_lens, seq_lens == known, num_decodes, errors)
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """What the model gets in one step: T tokens, packed without padding, in the order of Work."""
+
+    token_ids: Tensor  # (T,) int64
+    positions: Tensor  # (T,) int64
+    slot_mapping: Tensor  # (T,) int64: where their keys and values belong
+    block_tables: Tensor  # (S, B) int64
+    query_start_loc: IntArray  # (S + 1,) row i has the tokens [query_start_loc[i], …[i + 1])
+    seq_lens: IntArray  # (S,)
+    logits_indices: Tensor  # (N,) int64: the tokens whose logits are sampled from
+
+
+def make_batch(states: RequestStates, work: Work) -> InputBatch:
+    """Lay out the tokens of a step. The work must not be empty."""
+    device = states.last_token.device
+    starts = np.zeros(len(work.rows) + 1, dtype=np.int64)
+    np.cumsum(work.query_lens, out=starts[1:])
+    num_computed = work.seq_lens - work.query_lens
+    token_rows = np.repeat(work.rows, work.query_lens)  # (T,)
+    positions = np.arange(starts[-1]) + np.repeat(num_computed - starts[:-1], work.query_lens)
+    num_columns = int(-(-work.seq_lens.max() // states.block_table.block_size))
+
+    def to_device(values: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(values).to(device)
+
+    decoding = states.last_token[to_device(work.rows[: work.num_decodes])]
+    catching_up = [
+        states.token_ids[row][start:end]
+        for row, start, end in zip(
+            work.rows[work.num_decodes :],
+            num_computed[work.num_decodes :],
+            work.seq_lens[work.num_decodes :],
+            strict=True,
+        )
+    ]
+    return InputBatch(
+        token_ids=torch.cat([decoding, *map(to_device, catching_up)]),
+        positions=to_device(positions),
+        slot_mapping=to_device(states.block_table.slots(token_rows, positions)),
+        block_tables=to_device(states.block_table.of(work.rows, num_columns)),
+        query_start_loc=starts,
+        seq_lens=work.seq_lens,
+        logits_indices=to_device(starts[1:][work.samples] - 1),
+    )
+
+
+def _joined(prompt: array[int], output: array[int]) -> IntArray:
+    return np.concatenate([np.array(ids, dtype=np.int64) for ids in (prompt, output)])

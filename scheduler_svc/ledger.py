@@ -1,0 +1,191 @@
+"""What is decided and not yet durable: collects outputs of the core into commits.
+
+Owns, per request, what a commit needs to know of it. Pure: it awaits nothing and asks no clock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.outputs import Finished, Outputs, Started
+from wire.bus import Commit
+from wire.keys import arrival_ms, entry_id
+from wire.messages import (
+    CommittedTokens,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishedRequest,
+    StartedRequest,
+    request_numbers,
+    token_ids,
+)
+
+CHECKPOINT_EVERY = 64
+"""Commits between two checkpoints; the token log is about that long."""
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A request that has not ended durably."""
+
+    req_id: str
+    gateway: str
+    handle: int
+    num_saved: int  # output tokens in the checkpoint
+    unsaved: array[int] = field(default_factory=token_ids)  # those after, in the log only
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The next commit in the making."""
+
+    reqs: array[int] = field(default_factory=request_numbers)
+    token_ids: array[int] = field(default_factory=token_ids)
+    outputs: dict[str, EngineCoreOutputs] = field(default_factory=dict)
+    updates: dict[str, dict[str, str | int]] = field(default_factory=dict)
+    ended: list[_Tracked] = field(default_factory=list)
+    ended_entries: list[tuple[str, str]] = field(default_factory=list)
+    done_entries: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reqs or self.outputs or self.updates or self.done_entries)
+
+
+class Ledger:
+    """Everything that the next commit will make durable, and what the one after will need."""
+
+    def __init__(self) -> None:
+        self._tracked: dict[int, _Tracked] = {}
+        self._by_req_id: dict[str, int] = {}
+        self._batch = _Batch()
+        self._commits_since_checkpoint = 0
+
+    # ------------------------------------------------------------ requests
+
+    def track(self, req: int, request: EngineCoreRequest, num_saved: int = 0) -> None:
+        """Follow a request; its outputs go to the gateway that it names.
+
+        `num_saved` of its output tokens are in the checkpoint already; what it brings beyond is
+        saved with the next one.
+        """
+        tracked = _Tracked(request.req_id, request.gateway, request.handle, num_saved)
+        tracked.unsaved.extend(request.output_token_ids[num_saved:])
+        self._tracked[req] = tracked
+        self._by_req_id[request.req_id] = req
+        self._batch.updates[request.req_id] = {
+            "status": "waiting",
+            "gateway": request.gateway,
+            "tenant": request.tenant,
+            "priority": request.priority,
+            "num_prompt_tokens": len(request.prompt_token_ids),
+            "num_output_tokens": len(request.output_token_ids),
+            "arrival_ms": arrival_ms(req),
+        }
+
+    def number(self, req_id: str) -> int | None:
+        """Number of a request that is followed."""
+        return self._by_req_id.get(req_id)
+
+    def req_id(self, req: int) -> str:
+        """Id of a request that is followed."""
+        return self._tracked[req].req_id
+
+    def control_done(self, entry: str) -> None:
+        """The effect of a control entry is in the next commit; the entry goes with it."""
+        self._batch.done_entries.append(entry)
+
+    # ------------------------------------------------------------ what the core said
+
+    def add(self, outputs: Outputs, workers: dict[int, str]) -> None:
+        """Take over all that happened; `workers` tells where those started run."""
+        for started in outputs.started:
+            self._start(started, workers.get(started.req, ""))
+        batch, tracked = self._batch, self._tracked
+        batch.reqs.extend(outputs.reqs)
+        batch.token_ids.extend(outputs.token_ids)
+        columns = zip(outputs.reqs, outputs.starts, outputs.token_ids, strict=True)
+        for req, start, token in columns:
+            one = tracked[req]
+            one.unsaved.append(token)
+            out = self._out(one)
+            out.handles.append(one.handle)
+            out.starts.append(start)
+            out.token_ids.append(token)
+        for finished in outputs.finished:
+            self._finish(finished)
+
+    def _start(self, started: Started, worker: str) -> None:
+        one = self._tracked[started.req]
+        queue_ms = round(started.queue_s * 1000)
+        self._out(one).started.append(
+            StartedRequest(one.handle, started.num_cached_tokens, queue_ms)
+        )
+        self._update(one, {"status": "running", "worker": worker, "queue_ms": queue_ms})
+
+    def _finish(self, finished: Finished) -> None:
+        one = self._tracked.pop(finished.req)
+        del self._by_req_id[one.req_id]
+        self._out(one).finished.append(
+            FinishedRequest(
+                handle=one.handle,
+                num_output_tokens=finished.num_output_tokens,
+                finish_reason=finished.finish_reason,
+                stop_token_id=finished.stop_token_id,
+                error=finished.error,
+                error_code=finished.error_code,
+                num_preemptions=finished.num_preemptions,
+            )
+        )
+        ending: dict[str, str | int] = {
+            "status": "finished",
+            "finish_reason": finished.finish_reason,
+            "num_output_tokens": finished.num_output_tokens,
+            "num_preemptions": finished.num_preemptions,
+        }
+        if finished.error is not None:
+            ending["error"] = finished.error
+        self._update(one, ending)
+        self._batch.ended.append(one)
+        self._batch.ended_entries.append((one.req_id, entry_id(finished.req)))
+
+    def _out(self, one: _Tracked) -> EngineCoreOutputs:
+        outputs = self._batch.outputs
+        if (out := outputs.get(one.gateway)) is None:
+            out = outputs[one.gateway] = EngineCoreOutputs()
+        return out
+
+    def _update(self, one: _Tracked, fields: dict[str, str | int]) -> None:
+        self._batch.updates.setdefault(one.req_id, {}).update(fields)
+
+    # ------------------------------------------------------------ commits
+
+    def take(self, stats: dict[str, str | int | float]) -> Commit | None:
+        """Everything since the last time as one commit; None if there is nothing."""
+        if not self._batch:
+            return None
+        batch, self._batch = self._batch, _Batch()
+        self._commits_since_checkpoint += 1
+        is_checkpoint = self._commits_since_checkpoint >= CHECKPOINT_EVERY
+        if is_checkpoint:
+            self._commits_since_checkpoint = 0
+        saving = [*batch.ended, *(self._tracked.values() if is_checkpoint else ())]
+        return Commit(
+            tokens=CommittedTokens(batch.reqs, batch.token_ids, is_checkpoint),
+            outputs=batch.outputs,
+            updates=batch.updates,
+            checkpoints=[part for one in saving if (part := _save(one)) is not None],
+            ended=batch.ended_entries,
+            done_entries=batch.done_entries,
+            stats=stats,
+        )
+
+
+def _save(one: _Tracked) -> tuple[str, int, bytes] | None:
+    """Request id, byte offset and data of what its checkpoint lacks."""
+    if not one.unsaved:
+        return None
+    part = one.req_id, 4 * one.num_saved, one.unsaved.tobytes()
+    one.num_saved += len(one.unsaved)
+    one.unsaved = token_ids()
+    return part

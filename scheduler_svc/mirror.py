@@ -1,0 +1,82 @@
+"""The queues and block tables in Redis, for people with `redis-cli`. Nothing relies on them.
+
+Written at most every INTERVAL_S and only where something changed, so that it never delays a step.
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.core.scheduler import Scheduler
+from wire.bus import Bus
+from wire.keys import Keys, arrival_ms, entry_id
+
+INTERVAL_S = 0.25
+MAX_TABLES = 64
+"""Block tables written each time; the rest follow with the next ones."""
+
+Command = tuple[str | int | float, ...]
+
+
+class Mirror:
+    """Knows what stands in Redis, and writes the difference."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._keys: Keys = bus.keys
+        self._queues: dict[str, dict[str, float]] = {}
+        self._tables: dict[str, dict[str, int]] = {}  # key -> req_id -> length that was written
+
+    async def write(self, scheduler: Scheduler, names: dict[str, str]) -> None:
+        """Bring Redis up to date; `names` gives the name of each registered process."""
+        commands: list[Command] = []
+        self._write_queue(
+            commands,
+            self._keys.waiting(),
+            {request.req_id: _score(request.num) for request in scheduler.waiting},
+        )
+        for process, lane in scheduler.lanes.items():
+            if (name := names.get(process)) is None:
+                continue
+            running = {request.req_id: _score(request.num) for request in lane.running}
+            self._write_queue(commands, self._keys.running(name), running)
+            tables = {request.req_id: request.block_ids for request in lane.running}
+            self._write_tables(commands, self._keys.blocks(name), tables)
+        if commands:
+            await self._bus.write(commands)
+
+    async def clear(self, names: list[str]) -> None:
+        """Forget what an earlier leader or a lost worker left behind."""
+        keys = [self._keys.waiting()]
+        for name in names:
+            keys += [self._keys.running(name), self._keys.swapped(name), self._keys.blocks(name)]
+        for key in keys:
+            self._queues.pop(key, None)
+            self._tables.pop(key, None)
+        await self._bus.write([("DEL", *keys)])
+
+    def _write_queue(self, commands: list[Command], key: str, members: dict[str, float]) -> None:
+        written = self._queues.get(key, {})
+        if gone := written.keys() - members.keys():
+            commands.append(("ZREM", key, *sorted(gone)))
+        if added := [item for item in members.items() if item[0] not in written]:
+            commands.append(("ZADD", key, *(v for name, score in added for v in (score, name))))
+        self._queues[key] = members
+
+    def _write_tables(
+        self, commands: list[Command], key: str, tables: dict[str, list[int]]
+    ) -> None:
+        written = self._tables.setdefault(key, {})
+        if gone := written.keys() - tables.keys():
+            commands.append(("HDEL", key, *sorted(gone)))
+            for req_id in gone:
+                del written[req_id]
+        changed = [r for r, blocks in tables.items() if written.get(r) != len(blocks)]
+        for req_id in changed[:MAX_TABLES]:
+            blocks = tables[req_id]
+            commands.append(("HSET", key, req_id, " ".join(map(str, blocks))))
+            written[req_id] = len(blocks)
+
+
+def _score(req: int) -> float:
+    """Order of arrival, precise to a 4096th of a millisecond."""
+    seq = int(entry_id(req).partition("-")[2])
+    return arrival_ms(req) + min(seq, 4095) / 4096

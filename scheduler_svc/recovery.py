@@ -1,0 +1,88 @@
+"""What a new leader finds: requests in flight, and every token that was committed for them.
+
+Owns the reading of `requests`, `tok:<id>` and `log`. Writes nothing but dead letters.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+import structlog
+
+from wire.bus import Bus, Entry
+from wire.codec import WireError, decode, decode_as
+from wire.keys import request_number
+from wire.messages import AbortRequest, CommittedTokens, EngineCoreRequest, token_ids
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A request that was accepted and has not ended, with all its committed output."""
+
+    req: int
+    request: EngineCoreRequest
+    num_saved: int  # output tokens in its checkpoint
+
+
+@dataclass(slots=True)
+class Found:
+    """All that a new leader starts from."""
+
+    in_flight: list[InFlight]
+    aborts: list[tuple[str, AbortRequest]]  # with their entry ids
+    cursor: str  # last entry of `requests` that was read
+
+
+def understand(entry: Entry) -> EngineCoreRequest | AbortRequest:
+    """Decode an entry of `requests`. WireError if it is none."""
+    message = decode(entry.body)
+    if not isinstance(message, EngineCoreRequest | AbortRequest):
+        raise WireError(f"{type(message).__name__} does not belong into this stream")
+    return message
+
+
+async def recover(bus: Bus) -> Found:
+    """Read the state of the pool as it was committed."""
+    found = Found([], [], "0-0")
+    async for page in bus.scan(bus.keys.requests()):
+        for entry in page:
+            found.cursor = entry.entry_id
+            try:
+                message = understand(entry)
+            except WireError as error:
+                log.error("entry_buried", entry=entry.entry_id, error=str(error))
+                await bus.bury(entry, str(error))
+                continue
+            if isinstance(message, AbortRequest):
+                found.aborts.append((entry.entry_id, message))
+            else:
+                found.in_flight.append(InFlight(request_number(entry.entry_id), message, 0))
+    logged = await _logged_tokens(bus)
+    saved = await bus.tokens([one.request.req_id for one in found.in_flight])
+    for one, data in zip(found.in_flight, saved, strict=True):
+        output = token_ids(data)
+        one.num_saved = len(output)
+        prefix = one.request.output_token_ids
+        if len(prefix) > len(output):  # the client brought more; no checkpoint holds it yet
+            output, one.num_saved = prefix[:], 0
+        output.extend(logged.get(one.req, ()))
+        one.request = replace(one.request, output_token_ids=output)
+    return found
+
+
+async def _logged_tokens(bus: Bus) -> dict[int, array[int]]:
+    """Tokens that are in the log and in no checkpoint, by request number."""
+    logged: dict[int, array[int]] = defaultdict(token_ids)
+    async for page in bus.scan(bus.keys.log()):
+        for entry in page:
+            committed = decode_as(CommittedTokens, entry.body)
+            if committed.is_checkpoint:
+                logged.clear()
+                continue
+            for req, token in zip(committed.reqs, committed.token_ids, strict=True):
+                logged[req].append(token)
+    return logged

@@ -1,0 +1,150 @@
+"""Which workers there are: welcomes them, judges them, gives them up, and takes them back.
+
+Owns the links to the workers of one leader. Tells the core who came and who went, and the reader
+whose results to follow. No answer of a worker is believed here: its result stream is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NoReturn
+
+import structlog
+
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.mirror import Mirror
+from scheduler_svc.worker_link import WorkerLink, process_of
+from wire.bus import Bus, BusDownError, FencedError, Reader
+from wire.config import Settings
+from wire.keys import step_entry_id
+from wire.messages import SchedulerOutput
+from wire.service import HEARTBEAT_S
+
+log = structlog.get_logger()
+
+FieldsOf = dict[str, dict[str, str]]
+"""What each worker's heartbeat says, by the worker's name; nothing if it is silent."""
+
+DEAD_STREAM_TTL_S = 60
+"""How long the streams of a dead worker can still be looked at."""
+
+
+class Roster:
+    """The workers that the leader schedules on."""
+
+    def __init__(
+        self, bus: Bus, settings: Settings, scheduler: Scheduler, reader: Reader, mirror: Mirror
+    ) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._scheduler = scheduler
+        self._reader = reader
+        self._mirror = mirror
+        self._links: dict[str, WorkerLink] = {}  # by process
+        self._by_results: dict[str, str] = {}  # key of a result stream -> process
+        self._given_up: dict[str, WorkerLink] = {}
+        self._refused: set[str] = set()
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Name of the worker by its process."""
+        return {process: link.name for process, link in self._links.items()}
+
+    def process_with_results(self, key: str) -> str | None:
+        """Whose result stream this is; None if that worker was given up."""
+        return self._by_results.get(key)
+
+    async def watch(self) -> NoReturn:
+        """Look at the heartbeats, over and over."""
+        while True:
+            try:
+                fields_of = await self._bus.processes("worker")
+                await self._judge(fields_of)
+                await self._welcome(fields_of)
+            except BusDownError:
+                self._forgive_silence()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def lose(self, process: str, reason: str) -> None:
+        """Give a worker up; what ran on it waits for another, or for its return."""
+        link = self._links.pop(process, None)
+        if link is None:
+            return
+        results = self._bus.keys.results(process)
+        del self._by_results[results], self._reader.cursors[results]
+        link.last_step = self._scheduler.lanes[process].next_step - 1
+        self._given_up[process] = link
+        self._scheduler.remove_worker(process)
+        log.warning("worker_lost", worker=process, reason=reason)
+
+    async def _judge(self, fields_of: FieldsOf) -> None:
+        now = time.monotonic()
+        settings = self._settings
+        for process, link in list(self._links.items()):
+            fields = fields_of.get(link.name)
+            if fields is None:
+                reason: str | None = "it left"
+            else:
+                link.heard(fields, now)
+                reason = link.why_lost(
+                    fields, now, settings.worker_timeout_s, settings.step_timeout_s
+                )
+            if reason is not None:
+                self.lose(process, reason)
+                await self._lay_out(link)
+
+    async def _welcome(self, fields_of: FieldsOf) -> None:
+        for name, fields in fields_of.items():
+            process = process_of(name, fields)
+            if fields.get("state") != "ready" or process in self._links:
+                continue
+            if process in self._refused:
+                continue
+            before = self._given_up.get(process)
+            if before is not None and not before.is_back(fields, self._settings.step_timeout_s):
+                continue
+            try:
+                link = WorkerLink.of(name, fields, time.monotonic())
+            except (KeyError, ValueError) as error:
+                self._refused.add(process)
+                log.error("worker_refused", worker=process, error=repr(error))
+                continue
+            if before is not None:
+                link.last_step = before.last_step + 1
+            await self._take(link)
+        for process, link in list(self._given_up.items()):
+            said = fields_of.get(link.name)
+            if said is None or (said and process_of(link.name, said) != process):
+                del self._given_up[process]  # it left, or begins a new life
+
+    async def _take(self, link: WorkerLink) -> None:
+        """Fence the worker off from whatever it did before, and schedule on it."""
+        process, epoch, keys = link.process, self._scheduler.epoch, self._bus.keys
+        fence = SchedulerOutput(epoch, link.last_step, is_fence=True)
+        try:
+            await self._bus.publish_step(process, fence)
+        except FencedError:
+            return  # by a later leader, as the next commit will find out
+        await self._bus.write(
+            [("PERSIST", key) for key in (keys.steps(process), keys.results(process))]
+        )
+        self._reader.cursors[keys.results(process)] = step_entry_id(epoch, link.last_step)
+        self._by_results[keys.results(process)] = process
+        self._given_up.pop(process, None)
+        self._links[process] = link
+        self._scheduler.add_worker(process, link.capacity, link.last_step)
+        log.info("worker_added", worker=process, num_blocks=link.capacity.num_blocks)
+
+    async def _lay_out(self, link: WorkerLink) -> None:
+        """Let what a lost incarnation leaves behind fade, unless it comes back."""
+        keys = self._bus.keys
+        streams = (keys.steps(link.process), keys.results(link.process))
+        await self._bus.write([("EXPIRE", key, DEAD_STREAM_TTL_S) for key in streams])
+        await self._mirror.clear([link.name])
+
+    def _forgive_silence(self) -> None:
+        """Nobody could be heard for a while: that is no worker's fault."""
+        now = time.monotonic()
+        for link in self._links.values():
+            link.beats_changed = now

@@ -1,0 +1,319 @@
+"""The shell around the core: streams in, verbs, streams out. The only code here that awaits.
+
+One task touches the core, and no call into it contains an `await`, so it needs no lock. Of all the
+scheduler processes of a pool one leads; the others stand by and take the next epoch when its lease
+lapses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+import structlog
+
+from scheduler_svc import recovery
+from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.ledger import Ledger
+from scheduler_svc.mirror import INTERVAL_S, Mirror
+from scheduler_svc.roster import Roster
+from scheduler_svc.statistics import Statistics
+from wire.bus import Bus, BusDownError, Commit, Entry, FencedError, retrying
+from wire.codec import WireError, decode_as
+from wire.config import Settings, new_incarnation, process_id
+from wire.keys import arrival_ms, request_number
+from wire.messages import (
+    AbortRequest,
+    EngineCoreRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
+from wire.service import connect, heartbeat
+
+log = structlog.get_logger()
+
+BLOCK_MS = 100
+"""Longest wait for an event; how soon a new worker is used when nothing else happens."""
+
+
+async def serve(settings: Settings, stopping: asyncio.Event) -> None:
+    """Lead the pool or stand by for it, until told to stop."""
+    bus = await connect(settings, stopping)
+    candidate = Candidate(bus, settings, stopping)
+    try:
+        async with asyncio.TaskGroup() as group:
+            beating = group.create_task(candidate.beat())
+            await candidate.run()
+            beating.cancel()
+    finally:
+        await candidate.withdraw()
+        await bus.close()
+
+
+class Candidate:
+    """One process that leads, or would if the leader fell."""
+
+    def __init__(self, bus: Bus, settings: Settings, stopping: asyncio.Event) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._stopping = stopping
+        self._name = process_id("scheduler")
+        self._incarnation = new_incarnation()
+        self._owner = f"{self._name}.{self._incarnation}"
+        self._epoch = 0  # that this process leads, 0: none
+
+    async def beat(self) -> None:
+        """Say who we are, over and over."""
+        ttl_s = 3 * self._settings.leader_lease_s
+        await heartbeat(
+            self._bus, "scheduler", self._name, self._incarnation, self._beat_fields, ttl_s
+        )
+
+    def _beat_fields(self) -> dict[str, str | int]:
+        return {"state": "leader" if self._epoch else "standby", "epoch": self._epoch}
+
+    async def run(self) -> None:
+        """Try for the lease; lead while it holds; try again."""
+        lease_s = self._settings.leader_lease_s
+        while not self._stopping.is_set():
+            floor = await retrying(self._highest_epoch_seen)
+            epoch, now_ms = await retrying(
+                partial(self._bus.lead, self._owner, lease_s, floor=floor)
+            )
+            if epoch == 0:
+                await _pause(self._stopping, lease_s / 5)
+                continue
+            self._epoch = epoch
+            log.info("lead_taken", epoch=epoch)
+            leader = Leader(self._bus, self._settings, self._owner, epoch, now_ms)
+            try:
+                await leader.lead(self._stopping)
+            except* FencedError as group:
+                log.warning("lead_lost", epoch=epoch, reason=str(group.exceptions[0]))
+            finally:
+                self._epoch = 0
+                await leader.close()
+
+    async def withdraw(self) -> None:
+        """Let another lead at once."""
+        try:
+            await self._bus.release_lead(self._owner)
+            await self._bus.leave("scheduler", self._name)
+        except BusDownError:
+            return
+
+    async def _highest_epoch_seen(self) -> int:
+        """Workers remember the epochs that a Redis which lost its data does not."""
+        workers = await self._bus.processes("worker")
+        return 1 + max((int(fields.get("epoch", 0)) for fields in workers.values()), default=0)
+
+
+class Leader:
+    """One epoch of leadership, from recovery to its end."""
+
+    def __init__(
+        self, bus: Bus, settings: Settings, owner: str, epoch: int, server_ms: int
+    ) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._owner = owner
+        self._epoch = epoch
+        self._clock_offset = server_ms / 1000 - time.monotonic()
+        self._scheduler = Scheduler(_config(settings), epoch)
+        self._ledger = Ledger()
+        self._statistics = Statistics(self._scheduler, epoch)
+        self._mirror = Mirror(bus)
+        self._reader = bus.reader({}, max_block_ms=BLOCK_MS)
+        self._roster = Roster(bus, settings, self._scheduler, self._reader, self._mirror)
+        self._uncommitted = asyncio.Event()
+        self._num_commits = 0
+
+    # ------------------------------------------------------------ life
+
+    async def lead(self, stopping: asyncio.Event) -> None:
+        """Recover, then schedule until `stopping`. FencedError when another leads."""
+        await self._recover()
+        async with asyncio.TaskGroup() as group:
+            chores = [
+                group.create_task(self._renew()),
+                group.create_task(self._roster.watch()),
+                group.create_task(self._commit_forever()),
+                group.create_task(self._mirror_forever()),
+            ]
+            while not stopping.is_set():
+                await self._turn()
+            for chore in chores:
+                chore.cancel()
+        if (last := self._take_commit()) is not None:
+            await self._commit(last)
+
+    async def close(self) -> None:
+        """Give the reader's connection back."""
+        await self._reader.close()
+
+    def _now(self) -> float:
+        """Seconds of the Redis server's clock."""
+        return time.monotonic() + self._clock_offset
+
+    async def _recover(self) -> None:
+        started = time.monotonic()
+        found = await retrying(partial(recovery.recover, self._bus))
+        for one in found.in_flight:
+            self._ledger.track(one.req, one.request, one.num_saved)
+            self._add_to_core(one.req, one.request)
+        for entry_id, abort in found.aborts:
+            self._abort(abort)
+            self._ledger.control_done(entry_id)
+        self._collect()
+        self._statistics.num_recovered = len(found.in_flight)
+        self._reader.cursors[self._bus.keys.requests()] = found.cursor
+        workers = await retrying(partial(self._bus.processes, "worker"))
+        await retrying(partial(self._mirror.clear, list(workers)))
+        log.info(
+            "recovered", requests=len(found.in_flight), seconds=round(time.monotonic() - started, 3)
+        )
+
+    # ------------------------------------------------------------ one turn
+
+    async def _turn(self) -> None:
+        """Hear what happened, then send every step that may go out."""
+        try:
+            entries = await self._reader.read(BLOCK_MS, count=256)
+        except BusDownError:
+            await asyncio.sleep(0.05)
+            return
+        for entry in entries:
+            await self._apply(entry)
+        await self._dispatch()
+        self._collect()
+
+    async def _apply(self, entry: Entry) -> None:
+        try:
+            if entry.key == self._bus.keys.requests():
+                self._apply_request(entry)
+            else:
+                self._apply_result(entry)
+        except WireError as error:
+            log.error("entry_buried", stream=entry.key, entry=entry.entry_id, error=str(error))
+            await retrying(partial(self._bus.bury, entry, str(error)))
+
+    def _apply_request(self, entry: Entry) -> None:
+        message = recovery.understand(entry)
+        if isinstance(message, AbortRequest):
+            self._abort(message)
+            self._ledger.control_done(entry.entry_id)
+        elif self._ledger.number(message.req_id) is not None:
+            self._ledger.control_done(entry.entry_id)  # submitted twice: the first one stands
+        else:
+            req = request_number(entry.entry_id)
+            self._ledger.track(req, message)
+            self._add_to_core(req, message)
+
+    def _add_to_core(self, req: int, request: EngineCoreRequest) -> None:
+        self._scheduler.add_request(req, request, arrival_ms(req) / 1000)
+
+    def _abort(self, abort: AbortRequest) -> None:
+        req = self._ledger.number(abort.req_id)
+        if req is not None:
+            self._scheduler.abort_request(req, abort.reason, abort.num_output_tokens)
+
+    def _apply_result(self, entry: Entry) -> None:
+        process = self._roster.process_with_results(entry.key)
+        if process is None:
+            return
+        try:
+            result = decode_as(ModelRunnerOutput, entry.body)
+        except WireError as error:
+            self._roster.lose(process, f"its result cannot be read: {error}")
+            return
+        self._statistics.device_us += result.device_us
+        if not self._scheduler.update_from_output(process, result):
+            self._roster.lose(process, result.failed or "its result does not fit the step")
+
+    async def _dispatch(self) -> None:
+        """Send the steps first: they keep the devices busy. What was decided is committed after."""
+        lanes = self._scheduler.lanes
+        for process in list(lanes):
+            while process in lanes and (  # it may be lost while a step is being sent
+                len(lanes[process].in_flight) < self._settings.steps_in_flight
+            ):
+                step = self._scheduler.schedule(process, self._now())
+                if step is None:
+                    break
+                await self._publish(process, step)
+
+    async def _publish(self, process: str, step: SchedulerOutput) -> None:
+        await retrying(partial(self._bus.publish_step, process, step))
+        log.debug("step_dispatched", worker=process, step_id=step.step_id)
+
+    # ------------------------------------------------------------ commits
+
+    def _collect(self) -> None:
+        """Hand what the core decided to the ledger."""
+        outputs = self._scheduler.take_outputs()
+        if outputs:
+            requests = self._scheduler.requests
+            started = [one.req for one in outputs.started if one.req in requests]
+            self._ledger.add(outputs, {req: requests[req].worker or "" for req in started})
+        self._uncommitted.set()
+
+    def _take_commit(self) -> Commit | None:
+        return self._ledger.take(self._statistics.figures())
+
+    async def _commit_forever(self) -> None:
+        """One commit at a time; what comes meanwhile shares the next."""
+        while True:
+            await self._uncommitted.wait()
+            self._uncommitted.clear()
+            if (commit := self._take_commit()) is not None:
+                await self._commit(commit)
+
+    async def _commit(self, commit: Commit) -> None:
+        self._num_commits += 1
+        number = self._num_commits
+        started = time.monotonic()
+        retention_s = self._settings.retention_s
+        await retrying(partial(self._bus.commit, self._epoch, number, commit, retention_s))
+        self._statistics.note_commit(time.monotonic() - started)
+
+    # ------------------------------------------------------------ chores
+
+    async def _renew(self) -> None:
+        """Hold the lease, and with each renewal look at the server's clock."""
+        lease_s = self._settings.leader_lease_s
+        while True:
+            await asyncio.sleep(lease_s / 5)
+            epoch, now_ms = await retrying(
+                partial(self._bus.lead, self._owner, lease_s, self._epoch)
+            )
+            if epoch != self._epoch:
+                raise FencedError("another scheduler leads")
+            self._clock_offset = now_ms / 1000 - time.monotonic()
+
+    async def _mirror_forever(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            try:
+                await self._mirror.write(self._scheduler, self._roster.names)
+            except BusDownError:
+                continue
+
+
+def _config(settings: Settings) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        enable_chunked_prefill=settings.enable_chunked_prefill,
+        enable_prefix_caching=settings.enable_prefix_caching,
+    )
+
+
+async def _pause(stopping: asyncio.Event, seconds: float) -> None:
+    """Sleep, but not through the order to stop."""
+    try:
+        await asyncio.wait_for(stopping.wait(), seconds)
+    except TimeoutError:
+        return
