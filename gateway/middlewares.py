@@ -20,7 +20,7 @@ log = structlog.get_logger()
 REQUEST_ID_HEADER = "X-Request-Id"
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_ID_KEY = "request_id"
+_ID_KEY = web.RequestKey("request_id", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -131,7 +131,7 @@ def ps(as_json: AsJson = False, assignments: Assignments = []) -> None:  # noqa:
     if as_json:
         _say(json.dumps(seen.as_json()))
     else:
-        inspect.show(seen, Console())
+        inspect.show(seen, _console())
 
 
 @app.command("tail")
@@ -166,7 +166,7 @@ def doctor(assignments: Assignments = []) -> None:  # noqa: B006 - see above
     """Say what this machine can do, and what is missing."""
     with _sentences():
         findings = doctor_.examine(load(assignments))
-    doctor_.show(findings, Console())
+    doctor_.show(findings, _console())
     raise typer.Exit(0 if all(one.is_fine or one.is_optional for one in findings) else 1)
 
 
@@ -181,7 +181,7 @@ def models_list(as_json: AsJson = False, assignments: Assignments = []) -> None:
     table = Table("model", "size", "folder", box=None, header_style="dim")
     for one in found:
         table.add_row(one.model, f"{one.num_bytes / 1e6:.0f} MB", str(one.path))
-    Console().print(table)
+    _console().print(table)
 
 
 @models_app.command("pull")
@@ -210,6 +210,11 @@ def _sentences() -> Iterator[None]:
     except (BusError, embedded.NoServerError, model_store.ModelMissing) as error:
         _tell(f"pagestream: {error}")
         raise typer.Exit(1) from None
+
+
+def _console() -> Console:
+    """Standard output, for tables; where it is no terminal nothing is cut to fit."""
+    return Console(width=None if sys.stdout.isatty() else 200)
 
 
 def _say(text: str) -> None:

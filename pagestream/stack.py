@@ -62,10 +62,11 @@ class Stack:
             watch = tasks.create_task(self._watch_make(make_pid)) if make_pid else None
             start = tasks.create_task(self._bring_up(tasks, model, redis, services))
             await self._stopping.wait()
-            start.cancel()
             if watch:
                 watch.cancel()
             self._screen.settle()
+            self._stop_making_the_model()
+            await start  # it sees `stopping` too, and starts nothing more
             await self._take_down()
             echo.cancel()
         self._echo()
@@ -100,6 +101,8 @@ class Stack:
             await self._wait_until_ready(bus)
         finally:
             await bus.close()
+        if self._stopping.is_set():
+            return
         self._is_up = True
         self._screen.settle()
         sys.stdout.write(f"ready {url(self._settings.host, self._settings.port)}\n")
@@ -123,6 +126,8 @@ class Stack:
         child = self._add(service)
         code = await child.live()
         self._echo()
+        if self._stopping.is_set():
+            return False
         if code != 0:
             sentence = child.log.last_line.removeprefix("pagestream: ")
             self._fail(2 if code == 2 else 1, sentence or f"model {how_it_ended(code)}")
@@ -132,10 +137,11 @@ class Stack:
 
     async def _wait_for_redis(self, bus: Bus, *, is_ours: bool) -> bool:
         asked_since = time.monotonic()
-        problem: str | None
-        while True:
+        problem: str | None = None
+        while not self._stopping.is_set():
             try:
                 problem = await bus.check_server()
+                await bus.stats()  # answered once its data is loaded
                 break
             except BusDownError as error:
                 problem = str(error)
@@ -147,12 +153,13 @@ class Stack:
             await asyncio.sleep(_POLL_S / 2)
         if problem is not None:
             self._fail(2, f"REDIS_URL={self._settings.redis_url}: {problem}")
-            return False
-        self._screen.state("redis", "ready", is_done=True)
-        return True
+        elif not self._stopping.is_set():
+            self._screen.state("redis", "ready", is_done=True)
+        return not self._stopping.is_set()
 
     async def _wait_until_ready(self, bus: Bus) -> None:
-        while not await is_ready(self._settings.host, self._settings.port):
+        settings = self._settings
+        while not (self._stopping.is_set() or await is_ready(settings.host, settings.port)):
             await self._show_states(bus)
             await asyncio.sleep(_POLL_S)
 
@@ -229,6 +236,12 @@ class Stack:
             self._stopping.set()
             self._screen.settle()
             self._screen.event("stopping: open requests are finished first")
+
+    def _stop_making_the_model(self) -> None:
+        for child in self._children:
+            if child.service.role == "model":
+                child.ask_to_stop()
+                child.kill()
 
     async def _take_down(self) -> None:
         for role in _STOP_ORDER:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import AsyncIterator
 from dataclasses import fields, is_dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from wire.bus import Bus, Entry
@@ -56,23 +55,14 @@ async def _keys(bus: Bus, name: str) -> list[str]:
 
 
 def line(entry: Entry) -> str:
-    """Turn an entry into a line: when, id, where, plain fields, then the message."""
+    """Turn an entry into a line: id, where, plain fields, then the message."""
     plain = [
         f"{name}={value.decode(errors='replace')[:_TEXT]}"
         for name, value in entry.fields.items()
         if name not in ("body", "id")
     ]
     where = entry.key.split("}:", 1)[-1]
-    return " ".join([_time(entry.entry_id), entry.entry_id, where, *plain, _message(entry.body)])
-
-
-def _time(entry_id: str) -> str:
-    """Time of an entry, where its id is one. An epoch is a time too: that of its election."""
-    try:
-        moment = datetime.fromtimestamp(int(entry_id.partition("-")[0]) / 1000, UTC)
-    except (ValueError, OverflowError, OSError):
-        return "-"
-    return moment.astimezone().strftime("%H:%M:%S")
+    return " ".join(filter(None, [entry.entry_id, where, *plain, _message(entry.body)]))
 
 
 def _message(body: bytes) -> str:
@@ -87,12 +77,9 @@ def _message(body: bytes) -> str:
 def _value(value: Any) -> str:
     """One value, readable and short; fields that are empty are left out."""
     if is_dataclass(value):
-        parts = [
-            f"{one.name}={_value(getattr(value, one.name))}"
-            for one in fields(value)
-            if getattr(value, one.name) not in (None, "", [], array("I"), array("Q"))
-        ]
-        return f"{type(value).__name__}({', '.join(parts)})"
+        parts = {one.name: _value(getattr(value, one.name)) for one in fields(value)}
+        shown = ", ".join(f"{name}={text}" for name, text in parts.items() if _says(text))
+        return f"{type(value).__name__}({shown})"
     if isinstance(value, list | array):
         shown = ", ".join(_value(item) for item in value[:_SHOWN])
         more = f", … {len(value)} in all" if len(value) > _SHOWN else ""
@@ -100,3 +87,7 @@ def _value(value: Any) -> str:
     if isinstance(value, str):
         return repr(value if len(value) <= _TEXT else f"{value[:_TEXT]}…")
     return repr(value)
+
+
+def _says(text: str) -> bool:
+    return text not in ("None", "False", "''", "[]") and not text.endswith("()")

@@ -129,6 +129,7 @@ class Leader:
         self._roster = Roster(bus, settings, self._scheduler, self._reader, self._mirror)
         self._uncommitted = asyncio.Event()
         self._num_commits = 0
+        self._is_closing = False
 
     # ------------------------------------------------------------ life
 
@@ -139,15 +140,15 @@ class Leader:
             chores = [
                 group.create_task(self._renew()),
                 group.create_task(self._roster.watch()),
-                group.create_task(self._commit_forever()),
                 group.create_task(self._mirror_forever()),
             ]
+            group.create_task(self._commit_until_closed())
             while not stopping.is_set():
                 await self._turn()
+            self._is_closing = True
+            self._uncommitted.set()
             for chore in chores:
                 chore.cancel()
-        if (last := self._take_commit()) is not None:
-            await self._commit(last)
 
     async def close(self) -> None:
         """Give the reader's connection back."""
@@ -259,15 +260,12 @@ class Leader:
             self._ledger.add(outputs, {req: requests[req].worker or "" for req in started})
         self._uncommitted.set()
 
-    def _take_commit(self) -> Commit | None:
-        return self._ledger.take(self._statistics.figures())
-
-    async def _commit_forever(self) -> None:
+    async def _commit_until_closed(self) -> None:
         """One commit at a time; what comes meanwhile shares the next."""
-        while True:
+        while not self._is_closing:
             await self._uncommitted.wait()
             self._uncommitted.clear()
-            if (commit := self._take_commit()) is not None:
+            if (commit := self._ledger.take(self._statistics.figures())) is not None:
                 await self._commit(commit)
 
     async def _commit(self, commit: Commit) -> None:

@@ -73,12 +73,15 @@ class Connection:
     def __init__(
         self, settings: Settings, *, wait_s: float = 0.0, limit: int = MAX_CONNECTIONS
     ) -> None:
+        self._timeout_s = COMMAND_TIMEOUT_S + wait_s
+        # The client's own timeout swallows a cancellation now and then (asyncio.wait_for before
+        # Python 3.12 does), so time is kept here.
         self._redis = aioredis.Redis.from_url(
             settings.redis_url,
             password=_password(settings),
             protocol=2,
             retry=Retry(NoBackoff(), 0),
-            socket_timeout=COMMAND_TIMEOUT_S + wait_s,
+            socket_timeout=None,
             socket_connect_timeout=COMMAND_TIMEOUT_S,
         )
         self._turns = asyncio.Semaphore(limit)
@@ -120,7 +123,10 @@ class Connection:
         except TimeoutError:
             raise BusDownError("too many commands wait for Redis") from None
         try:
-            return await _named(send(*args))
+            async with asyncio.timeout(self._timeout_s):
+                return await _named(send(*args))
+        except TimeoutError:
+            raise BusDownError(f"Redis did not answer within {self._timeout_s:g} s") from None
         finally:
             self._turns.release()
 

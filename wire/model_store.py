@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -233,8 +234,9 @@ def _fingerprint(weights: BinaryIO, num_bytes: int) -> Iterator[bytes]:
 
 def _convert(gguf: Path, folder: Path, tell: Progress) -> None:
     command = [sys.executable, "-m", "gpu_worker.convert", str(gguf), str(folder)]
+    quiet = {**os.environ, "TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     line = ""
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=quiet) as child:
         try:
             assert child.stderr is not None
             for raw in child.stderr:

@@ -61,20 +61,23 @@ class _Row:
 class PagedOracle:
     """Executes steps as `SchedulerOutput` defines them. AssertionError if one breaks the rules."""
 
-    def __init__(self, num_blocks: int, block_size: int, vocab: int = VOCAB) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, vocab: int = VOCAB, epoch: int = 0
+    ) -> None:
         self.block_size = block_size
         self.vocab = vocab
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, _Row] = {}
         self.decode_batch: list[int] = []
-        self.epoch = 0
+        self.epoch = epoch
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
-        if step.epoch > self.epoch:
+        if step.is_fence:
             self.rows.clear()
             self.decode_batch.clear()
             self.epoch = step.epoch
+        assert step.epoch == self.epoch, "an epoch begins with a fence"
         for req in [*step.finished_reqs, *step.preempted_reqs]:
             self._forget(req)
         work = self._apply(step)

@@ -61,7 +61,9 @@ class World:
 
     def add_worker(self) -> str:
         name = next(self._names)
-        oracle = paged_oracle.PagedOracle(self.capacity.num_blocks, self.capacity.block_size)
+        oracle = paged_oracle.PagedOracle(
+            self.capacity.num_blocks, self.capacity.block_size, epoch=self.scheduler.epoch
+        )
         self.workers[name] = Worker(oracle)
         self.scheduler.add_worker(name, self.capacity)
         self._settle()
@@ -126,7 +128,7 @@ class World:
         self.scheduler = Scheduler(self.config, epoch=self.scheduler.epoch + 1)
         for name, worker in self.workers.items():
             worker.flight.clear()  # results of the old epoch are ignored
-            worker.oracle.execute(SchedulerOutput(self.scheduler.epoch, 0))
+            worker.oracle.execute(SchedulerOutput(self.scheduler.epoch, 0, is_fence=True))
             self.scheduler.add_worker(name, self.capacity)
         for sequence in self.sequences.values():
             if sequence.finished is None:

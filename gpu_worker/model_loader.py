@@ -1,0 +1,216 @@
+"""The door to transformers: a model folder becomes a module that attends through a backend.
+
+Owns the choice of device and dtype, and the refusal of models that cannot be served. The models
+are transformers' own, unchanged: our attention is registered under a name, and no mask is built
+for a name that has none registered. Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from gpu_worker.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    KVShape,
+    LayerAttention,
+    paged_attention,
+)
+from wire.config import Settings, SettingsError
+from wire.service import StartupError
+
+ATTENTION_NAME = "paged"
+
+transformers.AttentionInterface.register(ATTENTION_NAME, paged_attention)
+_hf_logging: Any = transformers.logging  # untyped
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model on its device, and what must be known to serve it."""
+
+    module: Any  # transformers has no types
+    device: torch.device
+    dtype: torch.dtype
+    kv_shapes: list[KVShape]  # by layer
+    vocab_size: int  # width of the logits
+    max_model_len: int
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logits_indices: Tensor,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """Run tokens (T,) at positions (T,); logits (N, vocab_size) of those at indices (N,)."""
+        return _forward(self.module, token_ids, positions, logits_indices, backend)
+
+
+def load_model(settings: Settings, folder: Path) -> LoadedModel:
+    """Load a model folder.
+
+    Raises:
+        SettingsError: DEVICE, DTYPE or MAX_MODEL_LEN does not suit machine or model.
+        StartupError: the model cannot be served; the text says why.
+
+    """
+    device = pick_device(settings)
+    _hf_logging.set_verbosity_error()
+    _hf_logging.disable_progress_bar()
+    options = {"local_files_only": True, "trust_remote_code": settings.trust_remote_code}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, **options)
+    except Exception as error:  # transformers raises whatever its parts raise
+        raise StartupError(f"{folder} has no configuration that can be read: {error}") from error
+    if config.is_encoder_decoder:
+        raise StartupError(f"{folder}: encoder-decoder models are not served")
+    dtype = pick_dtype(settings, getattr(config, "dtype", None), device)
+    max_model_len = pick_max_model_len(settings, config)
+    try:
+        module: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=None if settings.allow_pickle_weights else True,
+            **options,
+        )
+        module = module.eval().to(device)
+        kv_shapes, vocab_size = _probe(module, config, device)
+    except StartupError:
+        raise
+    except Exception as error:  # likewise
+        raise StartupError(f"{folder} cannot be served: {_first_line(error)}") from error
+    return LoadedModel(module, device, dtype, kv_shapes, vocab_size, max_model_len)
+
+
+def pick_device(settings: Settings) -> torch.device:
+    """The device of DEVICE; `auto` takes a GPU where there is one."""
+    has_cuda = torch.cuda.is_available()
+    if settings.device == "cuda" and not has_cuda:
+        raise SettingsError("DEVICE=cuda: no GPU that torch can use; `auto` and `cpu` work here")
+    return torch.device("cuda" if has_cuda and settings.device != "cpu" else "cpu")
+
+
+def pick_dtype(
+    settings: Settings, checkpoint: torch.dtype | None, device: torch.device
+) -> torch.dtype:
+    """The dtype of DTYPE; `auto`: the checkpoint's where the device is fast at it, else float32."""
+    if settings.dtype != "auto":
+        chosen = getattr(torch, settings.dtype)
+        assert isinstance(chosen, torch.dtype)
+        return chosen
+    if checkpoint is None or not checkpoint.is_floating_point:
+        return torch.float32
+    return checkpoint if checkpoint in _fast_dtypes(device) else torch.float32
+
+
+def pick_max_model_len(settings: Settings, config: Any) -> int:
+    """Longest request: what MAX_MODEL_LEN asks for, and never more than the model was made for."""
+    text = config.get_text_config()
+    own = getattr(text, "max_position_embeddings", None) or 0
+    parameters = getattr(text, "rope_parameters", None) or {}
+    for rope in (parameters, *parameters.values()):  # one for all layers, or one for each kind
+        if isinstance(rope, dict) and rope.get("rope_type") in {"dynamic", "longrope"}:
+            # Beyond this they depend on the longest request in the batch: answers would, too.
+            original = rope.get("original_max_position_embeddings") or own
+            own = min(own, getattr(text, "original_max_position_embeddings", None) or original)
+    wanted = settings.max_model_len or own
+    if not wanted:
+        raise SettingsError("MAX_MODEL_LEN: the model does not say how long it can be; set it")
+    if own and wanted > own:
+        raise SettingsError(f"MAX_MODEL_LEN={wanted}: the model was made for at most {own} tokens")
+    return int(wanted)
+
+
+def _fast_dtypes(device: torch.device) -> set[torch.dtype]:
+    if device.type == "cuda":
+        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        return {torch.float16, torch.bfloat16} if has_bfloat16 else {torch.float16}
+    return {torch.bfloat16} if {"avx512_bf16", "amx_bf16"} & _cpu_flags() else set()
+
+
+def _cpu_flags() -> set[str]:
+    """What the kernel says of the processor; empty where it says nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+
+
+# ---------------------------------------------------------------- finding out by trying
+
+
+class _Probe(AttentionBackend):
+    """A backend that stores nothing and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, KVShape] = {}
+
+    def alloc_kv(self, shapes: Sequence[KVShape], num_blocks: int) -> None: ...
+
+    def begin_step(self, metadata: AttentionMetadata) -> None: ...
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        self.shapes[layer] = KVShape(key.shape[0], key.shape[2], value.shape[2])
+
+    def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
+        num_heads, num_tokens, _ = query.shape
+        return query.new_zeros(num_tokens, num_heads, self.shapes[layer].value_dim)
+
+
+def run_without_cache(model: LoadedModel, num_tokens: int) -> None:
+    """Run tokens through everything but attention, to see what memory that takes."""
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=model.device)
+    model.forward(token_ids, torch.arange(num_tokens, device=model.device), token_ids, _Probe())
+
+
+def _probe(module: Any, config: Any, device: torch.device) -> tuple[list[KVShape], int]:
+    """Run two tokens: the shapes that the layers write, and the width of the logits."""
+    if "logits_to_keep" not in inspect.signature(module.forward).parameters:
+        raise StartupError(f"{type(module).__name__} cannot compute the logits of chosen tokens")
+    probe = _Probe()
+    two = torch.arange(2, device=device)
+    with torch.inference_mode():
+        logits = _forward(module, torch.zeros_like(two), two, two, probe)
+    num_layers = config.get_text_config().num_hidden_layers
+    if sorted(probe.shapes) != list(range(num_layers)):
+        raise StartupError(
+            f"{type(module).__name__}: {len(probe.shapes)} of {num_layers} layers attend through "
+            "the interface of transformers; models with other layers are not served"
+        )
+    return [probe.shapes[layer] for layer in range(num_layers)], logits.shape[-1]
+
+
+def _forward(
+    module: Any,
+    token_ids: Tensor,
+    positions: Tensor,
+    logits_indices: Tensor,
+    backend: AttentionBackend,
+) -> Tensor:
+    output = module(
+        input_ids=token_ids[None],
+        position_ids=positions[None],
+        use_cache=False,
+        logits_to_keep=logits_indices,
+        **{ATTENTION_NAME: backend},
+    )
+    logits = output.logits[0]
+    assert isinstance(logits, Tensor)
+    return logits
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"[:300]

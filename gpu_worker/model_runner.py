@@ -1,0 +1,113 @@
+"""One step, from what the scheduler said to what was sampled.
+
+Brings rows, model, attention and sampler together; owns the order in which they act, and the epoch.
+Runs on the device thread and knows no other.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
+from gpu_worker.input_batch import Capacity, InputBatch, RequestStates, Work, make_batch
+from gpu_worker.model_loader import LoadedModel
+from gpu_worker.sampler import SamplerOutput, make_metadata, sample
+from wire.messages import (
+    ModelRunnerOutput,
+    NewRequestData,
+    RequestError,
+    SamplingParams,
+    SchedulerOutput,
+    token_ids,
+)
+
+_WARM_UP_TOKENS = 64
+
+
+class ModelRunner:
+    """Executes steps, one at a time, in the order they are given."""
+
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.epoch = 0  # the highest seen
+        self._model = model
+        self._backend = backend
+        backend.alloc_kv(model.kv_shapes, capacity.num_blocks)
+        self._states = RequestStates(capacity, model.device)
+
+    def reset(self) -> None:
+        """Hold no request. What the cache holds means nothing any more."""
+        self._states = RequestStates(self.capacity, self._model.device)
+
+    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run a step; None for one of an epoch that is over.
+
+        Raises ProtocolError for a step that does not fit, and whatever the model raises. After an
+        exception only `reset` may follow.
+        """
+        started = time.perf_counter()
+        if step.epoch < self.epoch:
+            return None
+        if step.epoch > self.epoch or step.is_fence:
+            self._states.forget_all()
+            self.epoch = step.epoch
+        if step.is_fence:
+            return ModelRunnerOutput(step.epoch, step.step_id)
+        work = self._states.apply(step)
+        sampled = self._run(work)
+        self._states.advance(work, sampled.token_ids)
+        return ModelRunnerOutput(
+            epoch=step.epoch,
+            step_id=step.step_id,
+            sampled_token_ids=token_ids(sampled.token_ids.tolist()),
+            errors=work.errors + self._errors(work, sampled),
+            device_us=round((time.perf_counter() - started) * 1e6),
+        )
+
+    def warm_up(self) -> None:
+        """Run a small request, so that no client waits for what the first step alone has to do."""
+        room = min(self.capacity.num_blocks * self.capacity.block_size, self.capacity.max_model_len)
+        num_tokens = min(_WARM_UP_TOKENS, self.capacity.max_num_batched_tokens, room - 1)
+        if num_tokens < 1:
+            return
+        new = NewRequestData(
+            req=0,
+            prompt_token_ids=token_ids([0] * num_tokens),
+            output_token_ids=token_ids(),
+            block_ids=list(range(-(-(num_tokens + 1) // self.capacity.block_size))),
+            num_computed_tokens=0,
+            num_scheduled_tokens=num_tokens,
+            sampling=SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9),
+        )
+        self.execute(SchedulerOutput(self.epoch, 1, new_reqs=[new]))
+        self.execute(SchedulerOutput(self.epoch, 2, num_decodes=1))
+        self.reset()
+
+    def _run(self, work: Work) -> SamplerOutput:
+        if not len(work.rows):
+            nothing = torch.zeros(0, dtype=torch.int64, device=self._model.device)
+            return SamplerOutput(nothing, nothing.bool())
+        logits = self._forward(make_batch(self._states, work))
+        states, sampling = self._states, work.rows[work.samples]
+        output_index = states.num_known[sampling] - states.num_prompt[sampling]
+        metadata = make_metadata(states.sampling, sampling, output_index, logits.device)
+        return sample(logits, metadata)
+
+    def _forward(self, batch: InputBatch) -> Tensor:
+        self._backend.begin_step(
+            AttentionMetadata(
+                batch.query_start_loc, batch.seq_lens, batch.slot_mapping, batch.block_tables
+            )
+        )
+        return self._model.forward(
+            batch.token_ids, batch.positions, batch.logits_indices, self._backend
+        )
+
+    def _errors(self, work: Work, sampled: SamplerOutput) -> list[RequestError]:
+        if bool(sampled.is_finite.all()):
+            return []
+        sick = work.rows[work.samples][~sampled.is_finite.cpu().numpy()]
+        return [RequestError(self._states.reqs[row], "its logits are not finite") for row in sick]

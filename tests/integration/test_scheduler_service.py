@@ -1,0 +1,247 @@
+"""The scheduler service on a real Redis, with paged oracles as workers: answers are exact."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from scheduler_svc.service import serve
+from tests.fakes.oracle_worker import VOCAB, OracleWorker
+from tests.fakes.paged_oracle import generate
+from tests.fakes.redis_server import RedisServer
+from tests.fakes.stream_client import Stream, StreamClient
+from wire.bus import Bus
+from wire.config import Settings, load
+
+pytestmark = pytest.mark.redis
+
+PATIENCE_S = 30
+
+
+def want(stream: Stream) -> list[int]:
+    return generate(stream.prompt, stream.sampling, VOCAB)
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for something that announces itself in Redis only."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def scheduler(settings: Settings, *, orderly: bool = True) -> AsyncIterator[None]:
+    """Run the service while the block lasts; not orderly means that it is cut off."""
+    stopping = asyncio.Event()
+    task = asyncio.ensure_future(serve(settings, stopping))
+    try:
+        yield
+    finally:
+        if orderly:
+            stopping.set()
+        else:
+            task.cancel()
+        await asyncio.wait([task])
+        if orderly:
+            task.result()
+
+
+@asynccontextmanager
+async def pool(settings: Settings, num_blocks: int = 64) -> AsyncIterator[StreamClient]:
+    async with (
+        scheduler(settings),
+        OracleWorker(settings, num_blocks=num_blocks).running(),
+        StreamClient(settings).running() as client,
+    ):
+        yield client
+
+
+async def test_every_answer_is_exact(settings: Settings) -> None:
+    async with pool(settings) as client, asyncio.timeout(PATIENCE_S):
+        streams = [
+            await client.submit([i % 7] * (1 + 13 * i), 40, seed=i if i % 2 else None)
+            for i in range(24)
+        ]
+        for stream in streams:
+            end = await stream.finished()
+            assert stream.tokens == want(stream)
+            assert end.finish_reason == "length"
+            assert end.num_output_tokens == 40
+
+
+async def test_little_memory_preempts_and_changes_nothing(settings: Settings, bus: Bus) -> None:
+    async with pool(settings, num_blocks=12) as client, asyncio.timeout(PATIENCE_S):
+        streams = [await client.submit([i] * 30, 60) for i in range(8)]
+        for stream in streams:
+            await stream.finished()
+            assert stream.tokens == want(stream)
+        assert int((await bus.stats())["num_preemptions_total"]) > 0
+
+
+async def test_what_never_fits_is_refused(settings: Settings) -> None:
+    async with pool(settings, num_blocks=4) as client, asyncio.timeout(PATIENCE_S):
+        end = await (await client.submit([1] * 100)).finished()
+        assert (end.finish_reason, end.error_code) == ("error", "invalid")
+        assert (await (await client.submit([1] * 10)).finished()).finish_reason == "length"
+
+
+async def test_an_abort_leaves_nothing_behind(settings: Settings, bus: Bus) -> None:
+    async with pool(settings) as client, asyncio.timeout(PATIENCE_S):
+        streams = [await client.submit([i] * 20, 3000) for i in range(6)]
+        await streams[0].has_tokens(3)
+        for stream in streams:
+            await client.abort(stream)
+        for stream in streams:
+            end = await stream.finished()
+            assert end.finish_reason == "abort"
+            assert stream.tokens == want(stream)[: len(stream.tokens)]
+
+        async def is_idle() -> bool:
+            lengths = await bus.queue_lengths([])
+            return lengths["requests"] == 0
+
+        await until(is_idle)
+        figures = await bus.stats()
+        assert figures["free_blocks"] == figures["total_blocks"]
+        assert figures["num_requests_running"] == figures["num_requests_waiting"] == "0"
+
+
+async def test_a_restarted_scheduler_goes_on_where_the_last_one_stopped(
+    settings: Settings, bus: Bus
+) -> None:
+    async with (
+        OracleWorker(settings).running(),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        streams = []
+        for round_ in range(5):
+            async with scheduler(settings, orderly=round_ % 2 == 0):
+                streams += [await client.submit([round_, i], 300) for i in range(4)]
+                await streams[-1].has_tokens(20)
+        async with scheduler(settings):
+            for stream in streams:
+                await stream.finished()
+                assert stream.tokens == want(stream)
+        assert int((await bus.stats())["requests_recovered_total"]) > 0
+
+
+async def test_a_standby_takes_over(settings: Settings) -> None:
+    async with (
+        scheduler(settings),
+        OracleWorker(settings).running(),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        async with scheduler(settings, orderly=False):
+            stream = await client.submit([1, 2, 3], 400)
+            await stream.has_tokens(5)
+        await stream.finished()
+        assert stream.tokens == want(stream)
+
+
+async def test_a_lost_worker_is_replaced_and_no_token_differs(settings: Settings) -> None:
+    async with (
+        scheduler(settings),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        async with OracleWorker(settings, "w").running():
+            streams = [await client.submit([i] * 9, 300, seed=i) for i in range(6)]
+            await streams[-1].has_tokens(10)
+        async with OracleWorker(settings, "w").running():
+            for stream in streams:
+                await stream.finished()
+                assert stream.tokens == want(stream)
+
+
+async def test_a_worker_that_fell_silent_is_given_up_and_taken_back(
+    make_settings: Callable[..., Settings], bus: Bus
+) -> None:
+    settings = make_settings(worker_timeout_s=0.5)
+    async with (
+        scheduler(settings),
+        OracleWorker(settings).running() as worker,
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        stream = await client.submit([4, 5], 600)
+        await stream.has_tokens(10)
+        worker.may_run.clear()
+        worker.silence()
+
+        async def is_given_up() -> bool:
+            return (await bus.queue_lengths(["w"]))["running:w"] == 0
+
+        await until(is_given_up)
+        worker.speak()
+        worker.may_run.set()
+        await stream.finished()
+        assert stream.tokens == want(stream)
+
+
+async def test_a_failed_step_costs_the_incarnation_and_no_token(settings: Settings) -> None:
+    async with (
+        scheduler(settings),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        async with OracleWorker(settings, "w").running() as worker:
+            stream = await client.submit([4, 5], 100)
+            await stream.has_tokens(10)
+            worker.fail_next = "out of memory"
+            worker.may_run.clear()
+        async with OracleWorker(settings, "w").running():
+            await stream.finished()
+            assert stream.tokens == want(stream)
+
+
+async def test_a_redis_that_restarts_with_its_data_loses_nothing(
+    redis_kind: str,
+) -> None:
+    server = RedisServer(redis_kind, aof=True)
+    settings = load(redis_url=server.url)
+    try:
+        async with pool(settings) as client, asyncio.timeout(PATIENCE_S):
+            streams = [await client.submit([i] * 5, 500) for i in range(6)]
+            for count in (5, 150, 300):
+                await streams[0].has_tokens(count)
+                server.restart()
+            for stream in streams:
+                await stream.finished()
+                assert stream.tokens == want(stream)
+    finally:
+        server.close()
+
+
+async def test_an_entry_that_nobody_understands_is_set_aside(settings: Settings, bus: Bus) -> None:
+    async with pool(settings) as client, asyncio.timeout(PATIENCE_S):
+        for body in (b"\x93\x01", b"", b"\x00" * 100):
+            await bus.write([("XADD", bus.keys.requests(), "*", "kind", "add", "body", body)])
+        stream = await client.submit([1, 2, 3])
+        await stream.finished()
+        assert stream.tokens == want(stream)
+        dead = [entry for page in [p async for p in bus.scan(bus.keys.dead())] for entry in page]
+        assert len(dead) == 3
+        assert all(entry.fields["reason"] for entry in dead)
+
+
+async def test_people_can_read_the_queues(settings: Settings, bus: Bus) -> None:
+    async with pool(settings) as client, asyncio.timeout(PATIENCE_S):
+        stream = await client.submit([1] * 40, 3000)
+        await stream.has_tokens(60)
+
+        async def is_shown() -> bool:
+            return (await bus.queue_lengths(["w"]))["running:w"] == 1
+
+        await until(is_shown)
+        shown = await bus.request(stream.req_id)
+        assert shown["status"] == "running"
+        assert shown["worker"].startswith("w.")
+        await client.abort(stream)
+        await stream.finished()
+        ended = await bus.request(stream.req_id)
+        assert (ended["status"], ended["finish_reason"]) == ("finished", "abort")
