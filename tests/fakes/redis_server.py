@@ -46,7 +46,8 @@ class RedisServer:
         self._command = [str(binary), "--port", "0", "--unixsocket", str(self.socket)]
         self._command += ["--dir", str(self.folder), "--save", "", "--daemonize", "no"]
         self._command += ["--logfile", str(self.folder / "log")]
-        self._command += ["--appendonly", "yes" if aof else "no", "--appendfsync", "everysec"]
+        # Every write, or a kill now and then costs the last ones and the test its certainty.
+        self._command += ["--appendonly", "yes" if aof else "no", "--appendfsync", "always"]
         for name, value in (options or {}).items():
             self._command += [f"--{name}", value]
         self._process: subprocess.Popen[bytes] | None = None

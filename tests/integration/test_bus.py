@@ -70,7 +70,8 @@ async def test_a_batch_over_the_limit_leaves_nothing_behind(bus: Bus):
 async def test_a_repeated_submission_keeps_its_entries(bus: Bus):
     batch = [new_request(), new_request()]
     numbers = await bus.submit(batch, limit=2, retention_s=60)
-    assert await bus.submit(batch, limit=2, retention_s=60) == numbers  # though the queue is full
+    for limit in (2, 1):  # though the queue is full, or more than that by now
+        assert await bus.submit(batch, limit=limit, retention_s=60) == numbers
     assert len(await entries(bus, bus.keys.requests())) == 2
 
 

@@ -119,6 +119,12 @@ async def test_a_reader_of_a_frozen_server_notices_and_goes_on(
     await reader.close()
 
 
+async def test_a_reader_may_wait_longer_than_a_command(short_timeout: None, bus: Bus):
+    reader = bus.reader({bus.keys.results("w.1"): "0-0"}, max_block_ms=250)
+    assert await reader.read(block_ms=250) == []
+    await reader.close()
+
+
 async def test_a_reader_stops_waiting_when_the_server_dies(
     bus: Bus, redis: Connection, redis_server: RedisServer
 ):
@@ -139,6 +145,7 @@ async def test_callers_beyond_the_connections_do_not_wait_for_ever(
     outcomes = await asyncio.gather(*(_outcome(bus.stats()) for _ in range(200)))
     redis_server.thaw()
     assert {type(outcome) for outcome in outcomes} == {BusDownError}
+    assert "too many commands wait" in str(outcomes[-1])
     assert await bus.stats() == {}
 
 
@@ -202,6 +209,7 @@ async def test_a_full_server_refuses_submissions_and_lets_requests_end(bus: Bus,
     known = new_request()
     numbers = await bus.submit([known], limit=10, retention_s=60)
     [entry] = await entries(bus, bus.keys.requests())
+    await bus.beat("worker", "w", "1", {"state": "ready"}, ttl_s=60)
     await redis.command("CONFIG SET", "maxmemory", 1)
 
     refused = [new_request(), new_request()]
@@ -211,7 +219,7 @@ async def test_a_full_server_refuses_submissions_and_lets_requests_end(bus: Bus,
     assert await bus.submit([known], limit=10, retention_s=60) == numbers
 
     await bus.abort(AbortRequest(known.req_id))
-    await bus.beat("worker", "w", "1", {"state": "ready"}, ttl_s=60)
+    await bus.beat("worker", "w", "1", {"state": "draining"}, ttl_s=60, renew=True)
     await bus.publish_step("w.1", SchedulerOutput(epoch, 1))
     await bus.publish_result("w.1", new_result(epoch, 1, 42))
     commit = new_commit((numbers[0], 42))
@@ -222,6 +230,7 @@ async def test_a_full_server_refuses_submissions_and_lets_requests_end(bus: Bus,
     await bus.bury(entry, "no")
     assert (await bus.lead("a", lease_s=60, held_epoch=epoch))[0] == epoch
 
+    assert (await bus.processes("worker"))["w"]["state"] == "draining"
     assert len(await entries(bus, bus.keys.log())) == 1
     assert len(await entries(bus, bus.keys.out("g.1"))) == 1
     assert len(await entries(bus, bus.keys.results("w.1"))) == 1

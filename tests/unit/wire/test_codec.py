@@ -223,8 +223,6 @@ GARBAGE = {
     "bytes that claim four billion": b"\xc6\xff\xff\xff\xff",
     "a map that claims four billion": b"\xdf\xff\xff\xff\xff",
     "an extension of no bytes": packed(STEP)[:-1] + b"\xc7\x00\x05",
-    "ten million empty lists": b"\xdd\x00\x98\x96\x80" + b"\x90" * 10_000_000,
-    "too large": b"\xc6" + (codec.MAX_MESSAGE_BYTES).to_bytes(4, "big") + bytes(2**26),
 }
 
 
@@ -233,6 +231,20 @@ def test_bytes_that_are_no_message_are_refused(body: bytes):
     with pytest.raises(codec.WireError) as refused:
         codec.decode(body)
     assert len(str(refused.value)) < 300  # it goes into the log and to `dead`
+
+
+OVERSIZED = {
+    "too many bytes": (bytes(codec.MAX_MESSAGE_BYTES + 1), "at most"),
+    "ten million empty lists": (b"\xdd\x00\x98\x96\x80" + b"\x90" * 10_000_000, "not msgpack"),
+    "two million characters": (packed([1, 2, "r" * 2_000_000]), "not msgpack"),
+    "a map": (packed([1, 2, {"r": "r"}]), "not msgpack"),
+}
+
+
+@pytest.mark.parametrize(("body", "reason"), OVERSIZED.values(), ids=OVERSIZED.keys())
+def test_what_is_too_large_is_refused_before_it_is_built(body: bytes, reason: str):
+    with pytest.raises(codec.WireError, match=reason):
+        codec.decode(body)
 
 
 class Number(int):
