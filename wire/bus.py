@@ -40,6 +40,7 @@ from wire.messages import (
     ModelRunnerOutput,
     SchedulerOutput,
 )
+from wire.stream import Entry, Reader, entries_of
 
 __all__ = [
     "Bus",
@@ -74,20 +75,6 @@ class QueueFullError(BusError):
         self.num_waiting = num_waiting
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One entry of a stream."""
-
-    key: str
-    entry_id: str
-    fields: dict[str, bytes]
-
-    @property
-    def body(self) -> bytes:
-        """The message; empty if somebody wrote an entry without one."""
-        return self.fields.get("body", b"")
-
-
 @dataclass(slots=True)
 class Commit:
     """What becomes durable together: tokens, outputs to gateways, and requests that ended."""
@@ -99,45 +86,6 @@ class Commit:
     ended: list[tuple[str, str]] = field(default_factory=list)  # req_id, entry id
     done_entries: list[str] = field(default_factory=list)  # controls whose effect is committed
     stats: dict[str, str | int | float] = field(default_factory=dict)
-
-
-class Reader:
-    """Follows streams from cursors that live here: plain XREAD, no state in Redis.
-
-    One reader is read by one task. Its connection is its own.
-    """
-
-    def __init__(
-        self, connection: Connection, cursors: Mapping[str, str], max_block_ms: int
-    ) -> None:
-        self._connection = connection
-        self._max_block_ms = max_block_ms
-        self.cursors = dict(cursors)
-
-    async def read(self, block_ms: int = 1000, count: int = 64) -> list[Entry]:
-        """Wait up to `block_ms` for entries beyond the cursors, and move the cursors past them.
-
-        At most `count` of each stream; 0 ms does not wait. Raises BusDownError; reading again is
-        always safe, also after a cancellation.
-        """
-        block_ms = min(block_ms, self._max_block_ms)
-        if not self.cursors:
-            await asyncio.sleep(block_ms / 1000)
-            return []
-        words: list[Argument] = ["XREAD", "COUNT", count]
-        words += ["BLOCK", block_ms] if block_ms > 0 else []
-        words += ["STREAMS", *self.cursors, *self.cursors.values()]
-        reply = await self._connection.command(*words)
-        entries = []
-        for raw_key, raw_entries in reply or []:
-            found = _entries(raw_key.decode(), raw_entries)
-            entries += found
-            self.cursors[found[-1].key] = found[-1].entry_id
-        return entries
-
-    async def close(self) -> None:
-        """Give the connection back."""
-        await self._connection.close()
 
 
 class Bus:
@@ -366,7 +314,7 @@ class Bus:
     async def newest(self, key: str, count: int) -> list[Entry]:
         """Read the last entries of a stream, the oldest of them first."""
         reply = await self._connection.command("XREVRANGE", key, "+", "-", "COUNT", count)
-        return _entries(key, reply)[::-1]
+        return entries_of(key, reply)[::-1]
 
     async def request(self, req_id: str) -> dict[str, str]:
         """Read what is known of a request; empty if nothing is."""
@@ -387,7 +335,7 @@ class Bus:
             reply = await self._connection.command("XRANGE", key, start, "+", "COUNT", page)
             if not reply:
                 return
-            entries = _entries(key, reply)
+            entries = entries_of(key, reply)
             yield entries
             start = f"({entries[-1].entry_id}"
 
@@ -425,18 +373,6 @@ async def retrying(call: Callable[[], Awaitable[T]], max_pause_s: float = 1.0) -
         except BusDownError:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, max_pause_s)
-
-
-def _entries(key: str, reply: Any) -> list[Entry]:
-    """Read what XREAD and XRANGE say of one stream; anybody may have written into it."""
-    return [
-        Entry(
-            key,
-            entry_id.decode(),
-            {name.decode(errors="replace"): value for name, value in (fields or {}).items()},
-        )
-        for entry_id, fields in reply
-    ]
 
 
 def _flat(values: Mapping[str, Any]) -> list[Any]:

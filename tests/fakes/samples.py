@@ -87,6 +87,7 @@ def every_message() -> list[Message]:
             num_decodes=6,
             finished_reqs=[10],
             preempted_reqs=[11],
+            is_fence=True,
         ),
         ModelRunnerOutput(5, 1, output, [RequestError(9, "not finite")], 5000, "out of memory"),
         EngineCoreOutputs(

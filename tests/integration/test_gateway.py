@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -496,14 +497,15 @@ async def test_a_client_that_leaves_ends_its_requests(
 
 
 async def test_a_request_that_ended_is_not_aborted(world: World) -> None:
+    engine = world.engine
     await world.complete("hello", max_tokens=50)
     await world.events("/v1/completions", {"prompt": "hello"})
-    writer = await begin(world, {"prompt": "x", "stream": True})
+    engine.script = saying([], finish_reason=None)
+    writer = await begin(world, {"prompt": "x"})
+    await engine.wait_for(lambda: len(engine.requests) == 3)
     writer.close()
-    await world.engine.wait_for(lambda: len(world.engine.requests) == 3)
-    await world.complete("one more", max_tokens=50)
-    ended = {world.engine.requests[0].req_id, world.engine.requests[1].req_id}
-    assert not ended & {abort.req_id for abort in world.engine.aborts}
+    await engine.wait_for(lambda: bool(engine.aborts))
+    assert [abort.req_id for abort in engine.aborts] == [engine.requests[2].req_id]
 
 
 async def test_a_slow_reader_gets_everything_in_fewer_pieces(
@@ -641,7 +643,7 @@ async def test_a_body_that_is_no_request_is_refused(
     headers = {"Content-Type": "application/json"}
     async with make_world(settings) as world:
         url = world.url + "/v1/completions"
-        async with world.http.post(url, data=raw, headers=headers) as response:
+        async with world.http.post(url, data=io.BytesIO(raw), headers=headers) as response:
             assert response.status == status
             text = await response.text()
         error = json.loads(text, parse_constant=pytest.fail)["error"]

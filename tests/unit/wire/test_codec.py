@@ -88,6 +88,20 @@ def test_every_message_has_a_tag():
     assert len(set(tags)) == len(MESSAGES)
 
 
+def test_the_samples_leave_no_field_at_its_default():
+    def unused(value: Any) -> list[str]:
+        names = []
+        for field in fields(type(value)):
+            found = getattr(value, field.name)
+            if found in (field.default, []):
+                names.append(f"{type(value).__name__}.{field.name}")
+            for inner in found if isinstance(found, list) else [found]:
+                names += unused(inner) if dataclasses.is_dataclass(inner) else []
+        return names
+
+    assert [name for message in every_message() for name in unused(message)] == []
+
+
 def test_a_batch_that_does_not_change_is_a_few_bytes():
     step = SchedulerOutput(epoch=1_800_000_000_000, step_id=1_000_000, num_decodes=256)
     assert len(codec.encode(step)) < 32

@@ -1,0 +1,92 @@
+"""Bodies and chunks say the same, in the shapes that clients know."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.answers import Answer, ChatAnswer, CompletionAnswer
+from gateway.engine_client import SequenceOutput
+from gateway.errors import strict_json
+from wire.messages import StartedRequest
+
+PROMPTS = [[1, 2, 3], [4]]
+OUTPUTS = [
+    SequenceOutput(0, "he", [7], 1, StartedRequest(1, 2, 5)),
+    SequenceOutput(1, "x", [9], 1, StartedRequest(2, 3, 5)),
+    SequenceOutput(0, "llo", [8, 5], 3, finish_reason="length"),
+    SequenceOutput(1, "", [6], 2, finish_reason="stop", stop_reason="END"),
+    SequenceOutput(2, "a", [6], 1, StartedRequest(3, 1, 5), finish_reason="stop", stop_reason=6),
+    SequenceOutput(3, "b", [6], 1, StartedRequest(4, 1, 5), finish_reason="stop"),
+]
+USAGE = {
+    "prompt_tokens": 4,
+    "completion_tokens": 7,
+    "total_tokens": 11,
+    "prompt_tokens_details": {"cached_tokens": 3},
+}
+
+
+def answer() -> CompletionAnswer:
+    return CompletionAnswer(
+        "m", PROMPTS, n=2, echoes=["P", "Q"], has_token_ids=True, has_usage=True
+    )
+
+
+def test_a_body_has_every_choice_in_order() -> None:
+    made = answer()
+    for output in OUTPUTS:
+        made.add(output)
+    body = made.body()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in body["choices"]] == ["Phello", "Px", "Qa", "Qb"]
+    assert [choice["stop_reason"] for choice in body["choices"]] == [None, "END", 6, None]
+    assert body["choices"][0]["token_ids"] == [7, 8, 5]
+    assert body["choices"][2]["prompt_token_ids"] == [4]
+    assert body["usage"] == USAGE
+    assert strict_json(body)
+
+
+def test_chunks_add_up_to_the_body() -> None:
+    made = answer()
+    chunks = [*made.opening(), *map(made.chunk, OUTPUTS)]
+    texts = ["", "", "", ""]
+    ids: list[list[int]] = [[], [], [], []]
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        ids[choice["index"]] += choice.get("token_ids", [])
+        assert chunk["usage"] is None
+    assert texts == ["Phello", "Px", "Qa", "Qb"]
+    assert ids == [[7, 8, 5], [9, 6], [6], [6]]
+    [closing] = made.closing()
+    assert (closing["choices"], closing["usage"]) == ([], USAGE)
+
+
+def test_a_chat_says_first_who_speaks() -> None:
+    made = ChatAnswer("m", [[1]], n=2)
+    opening = made.opening()
+    assert [chunk["choices"][0]["index"] for chunk in opening] == [0, 1]
+    assert all(
+        chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""} for chunk in opening
+    )
+    assert "usage" not in opening[0]
+    assert made.closing() == []
+
+
+def test_a_completion_opens_with_its_first_text_unless_there_is_something_to_say() -> None:
+    assert CompletionAnswer("m", [[1]]).opening() == []
+    [echo] = CompletionAnswer("m", [[1]], echoes=["P"]).opening()
+    assert echo["choices"][0]["text"] == "P"
+
+
+def test_running_usage_is_in_every_chunk() -> None:
+    made = ChatAnswer("m", [[1]], has_usage=True, has_running_usage=True)
+    chunk = made.chunk(SequenceOutput(0, "a", [5, 6], 2))
+    assert chunk["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("made", [ChatAnswer("m", [[1]]), CompletionAnswer("m", [[1]])])
+def test_every_piece_of_an_answer_has_one_id(made: Answer) -> None:
+    ids = {chunk["id"] for chunk in [*made.opening(), made.chunk(OUTPUTS[0]), made.body()]}
+    assert ids == {made.answer_id}
+    assert made.answer_id.startswith(("chatcmpl-", "cmpl-"))

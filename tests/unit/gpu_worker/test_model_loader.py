@@ -1,0 +1,151 @@
+"""Which models are served, on what, in which dtype, and how long a request may be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from gpu_worker import model_loader
+from gpu_worker.attention.base import KVShape
+from gpu_worker.model_loader import load_model, pick_dtype, pick_max_model_len
+from tests.fakes import tiny_models
+from wire.config import SettingsError, load
+from wire.service import StartupError
+
+CPU = torch.device("cpu")
+
+
+def test_kv_shapes_and_vocabulary_are_what_the_model_really_uses(
+    tiny_folder: Callable[[str], Path],
+) -> None:
+    model = load_model(load(device="cpu", dtype="float32"), tiny_folder("llama"))
+    assert model.kv_shapes == [KVShape(2, 8, 8)] * 2
+    assert (model.vocab_size, model.max_model_len) == (tiny_models.VOCAB, tiny_models.MAX_LEN)
+
+
+def test_keys_may_be_wider_than_values(tmp_path: Path) -> None:
+    config = transformers.DeepseekV3Config(
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        vocab_size=64,
+    )
+    folder = tiny_models.save(config, tmp_path)
+    model = load_model(load(device="cpu", dtype="float32"), folder)
+    assert model.kv_shapes == [KVShape(4, 12, 8)] * 2
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refusal(config: object, tmp_path: Path) -> str:
+    folder = tiny_models.save(config, tmp_path)
+    with pytest.raises(StartupError) as refused:
+        load_model(load(device="cpu", max_model_len=64), folder)
+    return str(refused.value)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    config = transformers.T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(StartupError, match="encoder-decoder"):
+        load_model(load(device="cpu"), tmp_path)
+
+
+def test_a_model_with_attention_of_its_own_is_refused(tmp_path: Path) -> None:
+    config = transformers.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=64)
+    assert "0 of 2 layers attend" in refusal(config, tmp_path)
+
+
+def test_a_model_that_keeps_other_state_is_refused(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(
+        hidden_size=16, num_hidden_layers=1, vocab_size=64, state_size=4
+    )
+    assert "0 of 1 layers attend" in refusal(config, tmp_path)
+
+
+def test_a_model_that_looks_ahead_is_refused(tmp_path: Path) -> None:
+    config = tiny_models.gemma3()
+    config.use_bidirectional_attention = True
+    assert "later tokens" in refusal(config, tmp_path)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonsense"}))
+    with pytest.raises(StartupError, match="no configuration"):
+        load_model(load(device="cpu"), tmp_path)
+
+
+def test_missing_weights_are_refused(tmp_path: Path) -> None:
+    tiny_models.llama().save_pretrained(tmp_path)
+    with pytest.raises(StartupError, match="cannot be served"):
+        load_model(load(device="cpu"), tmp_path)
+
+
+# ---------------------------------------------------------------- dtype, device, length
+
+
+@pytest.mark.parametrize(
+    ("flags", "checkpoint", "chosen"),
+    [
+        ({"avx512_bf16"}, torch.bfloat16, torch.bfloat16),
+        ({"amx_bf16", "fma"}, torch.bfloat16, torch.bfloat16),
+        ({"avx512f", "fma"}, torch.bfloat16, torch.float32),
+        ({"avx512_bf16"}, torch.float16, torch.float32),
+        ({"avx512_bf16"}, torch.float32, torch.float32),
+        ({"avx512_bf16"}, None, torch.float32),
+    ],
+)
+def test_auto_takes_the_checkpoints_dtype_where_the_processor_is_fast_at_it(
+    flags: set[str],
+    checkpoint: torch.dtype | None,
+    chosen: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_loader, "_cpu_flags", lambda: flags)
+    assert pick_dtype(load(), checkpoint, CPU) == chosen
+    assert pick_dtype(load(dtype="float16"), checkpoint, CPU) == torch.float16
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_a_bad_setting(tiny_folder: Callable[[str], Path]) -> None:
+    with pytest.raises(SettingsError, match="DEVICE=cuda"):
+        load_model(load(device="cuda"), tiny_folder("llama"))
+
+
+def test_requests_may_be_shorter_but_not_longer_than_the_model_was_made_for() -> None:
+    config = tiny_models.llama()
+    assert pick_max_model_len(load(max_model_len=100), config) == 100
+    with pytest.raises(SettingsError, match="at most 512"):
+        pick_max_model_len(load(max_model_len=513), config)
+
+
+def test_positions_that_depend_on_the_batch_are_never_reached() -> None:
+    """Dynamic rotary embeddings change for all when one request of the batch grows long."""
+    config = transformers.LlamaConfig(
+        max_position_embeddings=4096,
+        rope_parameters={
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+        },
+    )
+    assert pick_max_model_len(load(), config) == 1024
