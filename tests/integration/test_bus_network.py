@@ -1,4 +1,4 @@
-"""What the bus promises when the network is bad: lost replies, cut connections, callers that leave."""
+"""What the bus promises when the network is bad: lost replies, cuts, and callers that leave."""
 
 from __future__ import annotations
 
