@@ -8,7 +8,7 @@ from typing import Literal
 PolicyName = Literal["fcfs", "priority", "sjf", "deadline"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 VictimRule = Literal["newest", "cheapest"]
-DeadlineAction = Literal["end", "refuse", "ignore"]
+DeadlineAction = Literal["end", "ignore"]
 
 
 @dataclass(frozen=True, slots=True)
