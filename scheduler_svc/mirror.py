@@ -38,6 +38,8 @@ class Mirror:
                 continue
             running = {request.req_id: _score(request.num) for request in lane.running}
             self._write_queue(commands, self._keys.running(name), running)
+            swapped = {request.req_id: _score(request.num) for request in lane.swapped}
+            self._write_queue(commands, self._keys.swapped(name), swapped)
             tables = {request.req_id: request.block_ids for request in lane.running}
             self._write_tables(commands, self._keys.blocks(name), tables)
         if commands:

@@ -15,6 +15,7 @@ import structlog
 
 from scheduler_svc import recovery
 from scheduler_svc.core.config import SchedulerConfig
+from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.mirror import INTERVAL_S, Mirror
@@ -130,6 +131,7 @@ class Leader:
         self._uncommitted = asyncio.Event()
         self._num_commits = 0
         self._is_closing = False
+        self._is_gathering = False
 
     # ------------------------------------------------------------ life
 
@@ -181,14 +183,23 @@ class Leader:
     async def _turn(self) -> None:
         """Hear what happened, then send every step that may go out."""
         try:
-            entries = await self._reader.read(BLOCK_MS, count=256)
+            entries = await self._reader.read(self._patience_ms(), count=256)
         except BusDownError:
             await asyncio.sleep(0.05)
             return
         for entry in entries:
             await self._apply(entry)
+        self._scheduler.expire(self._now())
         await self._dispatch()
         self._collect()
+
+    def _patience_ms(self) -> int:
+        """How long to wait for an event: until something is due without one."""
+        wake = self._scheduler.next_wake()
+        until_wake = BLOCK_MS if wake is None else round((wake - self._now()) * 1000) + 1
+        if self._is_gathering:
+            until_wake = min(until_wake, 1)
+        return max(1, min(BLOCK_MS, until_wake))
 
     async def _apply(self, entry: Entry) -> None:
         try:
@@ -236,7 +247,11 @@ class Leader:
     async def _dispatch(self) -> None:
         """Send the steps first: they keep the devices busy. What was decided is committed after."""
         lanes = self._scheduler.lanes
+        self._is_gathering = False
         for process in list(lanes):
+            if self._gathers(lanes[process]):
+                self._is_gathering = True
+                continue
             while process in lanes and (  # it may be lost while a step is being sent
                 len(lanes[process].in_flight) < self._settings.steps_in_flight
             ):
@@ -244,6 +259,17 @@ class Leader:
                 if step is None:
                     break
                 await self._publish(process, step)
+
+    def _gathers(self, lane: Lane) -> bool:
+        """Whether an idle worker waits a little, so that requests that come together start so.
+
+        Never longer than BATCH_WAIT_MS after the last arrival that it could have started with.
+        """
+        wait_s = self._settings.batch_wait_ms / 1000
+        if wait_s == 0 or lane.in_flight or lane.running:
+            return False
+        oldest = min((r.arrival for r in self._scheduler.waiting), default=0.0)
+        return self._now() - oldest < wait_s
 
     async def _publish(self, process: str, step: SchedulerOutput) -> None:
         await retrying(partial(self._bus.publish_step, process, step))
@@ -306,6 +332,15 @@ def _config(settings: Settings) -> SchedulerConfig:
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         enable_chunked_prefill=settings.enable_chunked_prefill,
         enable_prefix_caching=settings.enable_prefix_caching,
+        reserve_full_prompt=settings.reserve_full_prompt,
+        watermark=settings.watermark,
+        reserved_blocks=settings.reserved_blocks,
+        policy=settings.scheduling_policy,
+        priority_ageing_s=settings.priority_ageing_s,
+        queue_timeout_s=settings.queue_timeout_s,
+        deadline_action=settings.deadline_action,
+        preemption_mode=settings.preemption_mode,
+        preemption_victim=settings.preemption_victim,
     )
 
 

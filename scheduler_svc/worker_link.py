@@ -30,6 +30,7 @@ class WorkerLink:
             num_blocks=int(fields["num_blocks"]),
             block_size=int(fields["block_size"]),
             max_model_len=int(fields["max_model_len"]),
+            num_cpu_blocks=int(fields.get("num_cpu_blocks", 0)),
         )
         return cls(name, process_of(name, fields), capacity, fields["beats"], now)
 

@@ -107,6 +107,9 @@ class Settings(BaseSettings):
     num_gpu_blocks: PositiveInt | None = Field(
         None, description="Blocks of the main pool, on the CPU too; measured by default."
     )
+    num_cpu_blocks: NonNegativeInt = Field(
+        0, description="Blocks of the CPU pool that preempted requests are swapped to."
+    )
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
         0.9, description="Share of the GPU's memory for weights, activations and blocks."
     )
@@ -123,11 +126,46 @@ class Settings(BaseSettings):
     max_num_batched_tokens: PositiveInt = Field(2048, description="Token budget of one step.")
     max_num_seqs: PositiveInt = Field(256, description="Most requests that run on one worker.")
     long_prefill_token_threshold: NonNegativeInt = Field(
-        0, description="Most prompt tokens of one request in a step with others; 0 is no limit."
+        0,
+        description="Most prompt tokens of one request in a step, while others wait; 0: half of "
+        "what the step has left.",
     )
     enable_chunked_prefill: bool = Field(True, description="Split long prompts over steps.")
     enable_prefix_caching: bool = Field(True, description="Reuse blocks of equal prefixes.")
-    scheduling_policy: Literal["fcfs"] = Field("fcfs", description="Order of waiting requests.")
+    reserve_full_prompt: bool = Field(
+        True, description="Admit a request only when blocks for its whole prompt are free."
+    )
+    watermark: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="Share of the blocks that an admission leaves free for growth."
+    )
+    reserved_blocks: NonNegativeInt = Field(
+        0, description="Blocks to which only requests of the system class are admitted."
+    )
+    scheduling_policy: Literal["fcfs", "priority", "sjf", "deadline"] = Field(
+        "fcfs",
+        description="Order of waiting requests of a tenant: arrival, priority, least expected "
+        "work, or earliest deadline.",
+    )
+    priority_ageing_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.0,
+        description="Waiting time that makes up for one level of priority; 0: none ever does.",
+    )
+    queue_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        0.0, description="Longest wait for a first step, after which 503 is the answer; 0: none."
+    )
+    deadline_action: Literal["end", "ignore"] = Field(
+        "end", description="What happens to a request that has missed its deadline."
+    )
+    preemption_mode: Literal["auto", "swap", "recompute"] = Field(
+        "auto",
+        description="What becomes of a preempted request's blocks; `auto` takes what costs less.",
+    )
+    preemption_victim: Literal["newest", "cheapest"] = Field(
+        "newest", description="Which of the less urgent requests yields when memory runs out."
+    )
+    batch_wait_ms: Annotated[float, Field(ge=0, le=1000)] = Field(
+        0.0, description="How long an idle worker waits for more arrivals before it starts."
+    )
     steps_in_flight: Annotated[int, Field(ge=1, le=8)] = Field(
         2, description="Steps that the scheduler is ahead of the results."
     )

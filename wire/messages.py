@@ -34,6 +34,10 @@ ErrorCode = Literal["invalid", "unavailable", "internal"]
 """Who is to blame for an error: the request (400), the moment (503), or us (500)."""
 
 
+SYSTEM_PRIORITY = -(2**31)
+"""A priority at or below this is the system class: it goes before everybody else."""
+
+
 def token_ids(values: list[int] | bytes | None = None) -> IntArray:
     """Pack token ids; OverflowError or TypeError if one is not an unsigned 32-bit integer."""
     return array("I", values if values is not None else [])
@@ -77,6 +81,7 @@ class EngineCoreRequest:
     priority: int = 0  # lower is more urgent
     deadline_ms: int | None = None  # from arrival
     tenant: str = "default"
+    weight: float = 1.0  # of the tenant: twice the weight, twice the share
     cache_salt: str | None = None
     resumable: bool = False
     output_token_ids: TokenIds = field(default_factory=token_ids)
@@ -121,6 +126,15 @@ class CachedRequestData:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopies:
+    """Blocks that are copied between the device's pool and the CPU pool, by column."""
+
+    direction: Literal["out", "in"]  # "out": device to CPU
+    device_blocks: list[int]
+    cpu_blocks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """One step of one worker. The order of these in the stream is the memory fence.
 
@@ -129,7 +143,7 @@ class SchedulerOutput:
 
     1. `finished_reqs`, then `preempted_reqs`, are forgotten. One that is in the decode batch leaves
        it, and the last of the batch takes its place.
-    2. `cached_reqs` are applied; `new_reqs` are added.
+    2. `copies` are done, one after the other. `cached_reqs` are applied; `new_reqs` are added.
     3. The step runs the decode batch (one token each), then the listed requests that still catch
        up, then the new ones.
     4. Of those, each that has reached the end of its known tokens samples one token, in that same
@@ -149,6 +163,7 @@ class SchedulerOutput:
     finished_reqs: list[int] = field(default_factory=list)
     preempted_reqs: list[int] = field(default_factory=list)
     is_fence: bool = False
+    copies: list[BlockCopies] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- worker -> scheduler
@@ -175,6 +190,7 @@ class ModelRunnerOutput:
     errors: list[RequestError] = field(default_factory=list)  # their sampled token means nothing
     device_us: int = 0  # time the device spent on the step, in microseconds
     failed: str | None = None
+    copy_us: int = 0  # of that, time spent on `copies`
 
 
 # ---------------------------------------------------------------- scheduler -> gateway, token log

@@ -92,6 +92,14 @@ class BlockPool:
             self._block_with[content] = block
             self._hashes[block] = content
 
+    def content_of(self, block: int) -> bytes | None:
+        """Name of a block's content, if it can be found by it."""
+        return self._hashes[block]
+
+    def num_holders(self, block: int) -> int:
+        """How many block tables contain it."""
+        return self._ref_counts[block]
+
     def count_idle(self, blocks: Iterable[int]) -> int:
         """How many of these stand in the queue now and would leave it when shared."""
         return sum(self._ref_counts[block] == 0 for block in blocks)

@@ -1,20 +1,37 @@
-"""The numbers that shape every decision of the core."""
+"""The numbers that shape every decision of the core, and what is allowed for each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+PolicyName = Literal["fcfs", "priority", "sjf", "deadline"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
+VictimRule = Literal["newest", "cheapest"]
+DeadlineAction = Literal["end", "ignore"]
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step and of a worker, the same for all workers of the pool."""
+    """Limits of a step and of a worker, the same for all workers of the pool.
+
+    ValueError names the field that cannot be as it is.
+    """
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
-    long_prefill_token_threshold: int = 0  # 0: no limit
+    long_prefill_token_threshold: int = 0  # most tokens of a prompt in a step; 0: half the rest
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = True
     reserve_full_prompt: bool = True  # admit only what fits with all its known tokens
+    watermark: float = 0.0  # share of the blocks that an admission leaves free
+    reserved_blocks: int = 0  # blocks that only the system class may be admitted to
+    policy: PolicyName = "fcfs"
+    priority_ageing_s: float = 0.0  # waiting that makes up for one level of priority; 0: never
+    queue_timeout_s: float = 0.0  # longest wait for the first step; 0: for ever
+    deadline_action: DeadlineAction = "end"
+    preemption_mode: PreemptionMode = "recompute"
+    preemption_victim: VictimRule = "newest"
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
@@ -22,11 +39,14 @@ class SchedulerConfig:
                 f"max_num_seqs ({self.max_num_seqs}) must be from 1 to max_num_batched_tokens "
                 f"({self.max_num_batched_tokens}): every running request needs a token a step"
             )
-        if self.long_prefill_token_threshold < 0:
-            raise ValueError(
-                f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) must not be "
-                "negative"
-            )
+        _at_least_zero(
+            long_prefill_token_threshold=self.long_prefill_token_threshold,
+            reserved_blocks=self.reserved_blocks,
+            priority_ageing_s=self.priority_ageing_s,
+            queue_timeout_s=self.queue_timeout_s,
+        )
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark ({self.watermark}) must be from 0 to below 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +56,12 @@ class WorkerCapacity:
     num_blocks: int
     block_size: int
     max_model_len: int
+    num_cpu_blocks: int = 0
 
     def __post_init__(self) -> None:
         if min(self.num_blocks, self.block_size, self.max_model_len) < 1:
             raise ValueError(f"a worker needs at least one block of one token, got {self}")
+        _at_least_zero(num_cpu_blocks=self.num_cpu_blocks)
 
     @property
     def max_num_tokens(self) -> int:
@@ -48,3 +70,9 @@ class WorkerCapacity:
         The last token of an output is never computed, so it needs no room in a block.
         """
         return min(self.max_model_len, self.num_blocks * self.block_size + 1)
+
+
+def _at_least_zero(**values: float) -> None:
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name} ({value}) must not be negative")

@@ -40,10 +40,9 @@ class KVCacheManager:
             hits.append(block)
         return hits
 
-    def has_room_for(self, num_tokens: int, hits: list[int]) -> bool:
-        """Whether a request without blocks could get all for `num_tokens`, given its hits."""
-        needed = self._blocks_for(num_tokens) - len(hits) + self.pool.count_idle(hits)
-        return needed <= self.pool.num_free
+    def num_needed(self, num_tokens: int, hits: list[int]) -> int:
+        """Blocks that leave the queue if a request without any gets all for `num_tokens`."""
+        return self.blocks_for(num_tokens) - len(hits) + self.pool.count_idle(hits)
 
     def allocate_slots(
         self, request: Request, num_tokens: int, hits: list[int] | None = None
@@ -54,7 +53,7 @@ class KVCacheManager:
         Returns the blocks that its table grew by, or None if there is no room.
         """
         hits = hits or []
-        needed = self._blocks_for(num_tokens) - len(request.block_ids) - len(hits)
+        needed = self.blocks_for(num_tokens) - len(request.block_ids) - len(hits)
         if needed + self.pool.count_idle(hits) > self.pool.num_free:
             return None
         self.pool.share(hits)
@@ -91,7 +90,14 @@ class KVCacheManager:
         request.block_ids.clear()
         request.num_published_blocks = 0
 
-    def _blocks_for(self, num_tokens: int) -> int:
+    def first_miss(self, request: Request, num_hits: int) -> bytes | None:
+        """Name of the full block that it would have hit next; None if it hit all it could."""
+        if not self._caching or num_hits >= (request.num_tokens - 1) // self.block_size:
+            return None
+        return request.block_hashes[num_hits]
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def _extend_hashes(self, request: Request, count: int) -> None:

@@ -1,7 +1,7 @@
 """What runs on one worker, and its steps in flight.
 
-Owns the running requests of a worker, its decode batch and the records of unanswered steps. Moves
-requests between states; which one to move is the scheduler's decision.
+Owns the running and the swapped requests of a worker, its decode batch and the records of
+unanswered steps. Moves requests between states; which one to move is decided elsewhere.
 
 A request that decodes costs nothing per step. All of them run in every step, so what will happen
 to one is known when it joins:
@@ -16,10 +16,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.config import WorkerCapacity
 from scheduler_svc.core.kv_cache_manager import KVCacheManager
 from scheduler_svc.core.request import Request, RequestStatus
 from scheduler_svc.core.request_queue import RequestQueue
+from scheduler_svc.core.tenants import Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +30,28 @@ class StepRecord:
 
     step_id: int
     sampling: list[Request]  # those that sample a token in this step, in the step's order
+    num_prompt_tokens: int  # computed beyond one token per decoding request
+    num_copied_blocks: int
+
+
+@dataclass(slots=True)
+class Rates:
+    """How fast a worker was lately; 0 until it has shown. Only for estimates."""
+
+    prefill_tokens_per_s: float = 0.0
+    copied_blocks_per_s: float = 0.0
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step that computed mostly prompt tokens."""
+        self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds)
+
+    def note_copies(self, num_blocks: int, seconds: float) -> None:
+        """Learn from a step that copied blocks."""
+        self.copied_blocks_per_s = _blend(self.copied_blocks_per_s, num_blocks / seconds)
 
 
 class Lane:
-    """One worker: its blocks, its running requests and its steps."""
+    """One worker: its blocks, its requests and its steps."""
 
     def __init__(
         self, worker: str, capacity: WorkerCapacity, kv: KVCacheManager, last_step: int = 0
@@ -39,10 +59,15 @@ class Lane:
         self.worker = worker
         self.capacity = capacity
         self.kv = kv
+        self.cpu_pool = BlockPool(capacity.num_cpu_blocks)
+        self.rates = Rates()
         self.running = RequestQueue()  # PREFILLING and DECODING
         self.prefilling = RequestQueue()
+        self.swapped = RequestQueue()
         self.decode_batch: list[Request] = []  # DECODING; the worker derives the same list
+        self.decoding_of: dict[Tenant, int] = {}  # how many of the batch are each tenant's
         self.ending: dict[int, Request] = {}
+        self.bound: Request | None = None  # waits for room here, and nobody passes it
         self.next_step = last_step + 1
         self.last_answered_step = last_step
         self.in_flight: deque[StepRecord] = deque()
@@ -54,7 +79,7 @@ class Lane:
     # ------------------------------------------------------------ joining
 
     def start(self, request: Request) -> None:
-        """Let an admitted request run; it has blocks and tokens to catch up with."""
+        """Let a request run that has blocks and tokens to catch up with."""
         request.status = RequestStatus.PREFILLING
         request.worker = self.worker
         self.running.push(request)
@@ -67,6 +92,7 @@ class Lane:
         request.decode_base = request.num_tokens - (step_id + 1)
         request.decode_index = len(self.decode_batch)
         self.decode_batch.append(request)
+        self.decoding_of[request.tenant] = self.decoding_of.get(request.tenant, 0) + 1
         self._growth[self._remainder(request)][request.num] = request
         remaining = request.max_num_tokens - request.num_tokens - 1  # `step_id` itself samples one
         request.leave_step = step_id + 1 + remaining
@@ -90,15 +116,19 @@ class Lane:
     # ------------------------------------------------------------ leaving
 
     def preempt(self, request: Request) -> None:
-        """Stop a running request and take its blocks; results in flight for it still count."""
+        """Stop a running request; results in flight for it still count. It keeps its blocks."""
         self._stop_running(request)
         self.preempted.append(request.num)
-        self._send_back(request)
+        request.status = RequestStatus.WAITING
+        request.resume_after = self.next_step - 1
+        request.num_preemptions += 1
 
     def finish(self, request: Request) -> None:
-        """Let go of a request that has ended."""
+        """Let go of a request that has ended, wherever on this worker it is."""
         if request.status is RequestStatus.ENDING:
             del self.ending[request.num]
+        elif request.status is RequestStatus.SWAPPED:
+            self.drop_copies(request)
         else:
             self._stop_running(request)
             self.finished.append(request.num)
@@ -114,15 +144,26 @@ class Lane:
             self.kv.free(request)
         return bool(held)
 
+    def drop_copies(self, request: Request) -> None:
+        """Give up the CPU blocks of a swapped request."""
+        self.swapped.remove(request)
+        self.cpu_pool.release(request.cpu_block_ids)
+        request.cpu_block_ids.clear()
+        request.status = RequestStatus.WAITING
+
     def abandon(self) -> list[Request]:
         """The worker is lost: give every request on it back, as if it had never run here."""
-        lost = [*self.running, *self.ending.values()]
-        for request in self.running:
+        lost = [*self.running, *self.ending.values(), *self.swapped]
+        for request in lost:
             if request.status is RequestStatus.DECODING:
                 request.num_computed_tokens = self.num_computed_tokens(request)
-            request.decode_index = -1
-        for request in lost:
-            self._send_back(request)
+                request.decode_index = -1
+            if request.status is not RequestStatus.SWAPPED:  # that one was counted already
+                request.num_preemptions += 1
+            request.status = RequestStatus.WAITING
+            request.block_ids.clear()
+            request.cpu_block_ids.clear()
+            request.num_published_blocks = 0
             request.worker = None
         return lost
 
@@ -148,37 +189,42 @@ class Lane:
         del leaving[request.num]
         if not leaving:
             del self._leaving[request.leave_step]
+        self.decoding_of[request.tenant] -= 1
+        if self.decoding_of[request.tenant] == 0:
+            del self.decoding_of[request.tenant]
         last = self.decode_batch.pop()
         if last is not request:
             self.decode_batch[request.decode_index] = last
             last.decode_index = request.decode_index
         request.decode_index = -1
 
-    def _send_back(self, request: Request) -> None:
-        self.kv.free(request)
-        request.status = RequestStatus.WAITING
-        request.resume_after = self.next_step - 1
-        request.num_preemptions += 1
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless all that is kept twice agrees."""
         running, decoding = list(self.running), self.decode_batch
-        assert all(r.worker == self.worker for r in [*running, *self.ending.values()])
+        held = [*running, *self.ending.values()]
+        assert all(r.worker == self.worker for r in [*held, *self.swapped])
         assert {r.num for r in running if r.status is RequestStatus.DECODING} == {
             r.num for r in decoding
         }
         assert list(self.prefilling) == [r for r in running if r.status is RequestStatus.PREFILLING]
         assert len(running) == len(decoding) + len(self.prefilling)
         assert all(r.status is RequestStatus.ENDING for r in self.ending.values())
+        assert all(r.status is RequestStatus.SWAPPED and not r.block_ids for r in self.swapped)
+        assert not any(r.cpu_block_ids for r in held)
         assert [r.decode_index for r in decoding] == list(range(len(decoding)))
+        assert sum(self.decoding_of.values()) == len(decoding)
         for remainder, due in enumerate(self._growth):
             assert all(self._remainder(r) == remainder for r in due.values())
-        assert sorted(n for due in self._growth for n in due) == sorted(r.num for r in decoding)
-        assert sorted(n for at in self._leaving.values() for n in at) == sorted(
-            r.num for r in decoding
-        )
+        numbers = sorted(r.num for r in decoding)
+        assert sorted(n for due in self._growth for n in due) == numbers
+        assert sorted(n for at in self._leaving.values() for n in at) == numbers
         size = self.capacity.block_size
         for request in running:
             computed = self.num_computed_tokens(request)
             assert len(request.block_ids) == -(-computed // size), "blocks are not what is computed"
-        self.kv.pool.check_integrity(r.block_ids for r in [*running, *self.ending.values()])
+        self.kv.pool.check_integrity(r.block_ids for r in held)
+        self.cpu_pool.check_integrity(r.cpu_block_ids for r in self.swapped)
+
+
+def _blend(old: float, new: float) -> float:
+    return new if old == 0 else 0.8 * old + 0.2 * new

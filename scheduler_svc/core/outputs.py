@@ -52,6 +52,8 @@ class Totals:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0  # preemptions that kept the blocks
+    num_swapped_blocks: int = 0  # copied, in either direction
     num_recomputed_tokens: int = 0  # computed before, lost, and to be computed again
     prefix_cache_queries: int = 0  # tokens
     prefix_cache_hits: int = 0  # tokens

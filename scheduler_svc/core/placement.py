@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.request import Request
 
@@ -22,11 +23,7 @@ class Place:
 
 
 def best_place(
-    request: Request,
-    lanes: Iterable[Lane],
-    max_num_seqs: int,
-    reserve_full_prompt: bool,
-    promised: Mapping[str, int],
+    request: Request, lanes: Iterable[Lane], config: SchedulerConfig, promised: Mapping[str, int]
 ) -> Place | None:
     """Find the worker where a request would wait least: little left to compute, little to share.
 
@@ -35,21 +32,49 @@ def best_place(
     """
     best, least = None, 0
     for lane in lanes:
-        if not could_ever_fit(request, lane) or len(lane.running) >= max_num_seqs:
+        if not could_ever_fit(request, lane) or not has_seat(lane, config):
             continue
         hits = lane.kv.get_computed_blocks(request)
-        hit_tokens = len(hits) * lane.capacity.block_size
-        wanted = request.num_tokens if reserve_full_prompt else hit_tokens + 1
-        if not lane.kv.has_room_for(wanted, hits):
+        if num_needed(request, lane, hits, config) > lane.kv.pool.num_free:
             continue
-        backlog = sum(r.num_tokens - r.num_computed_tokens for r in lane.prefilling)
-        cost = request.num_tokens - hit_tokens + backlog
-        cost += len(lane.running) * RUNNING_COST_TOKENS + promised.get(lane.worker, 0)
+        missing = request.num_tokens - len(hits) * lane.capacity.block_size
+        cost = missing + load_of(lane) + promised.get(lane.worker, 0)
         if best is None or cost < least:
-            best, least = Place(lane, hits, request.num_tokens - hit_tokens), cost
+            best, least = Place(lane, hits, missing), cost
     return best
 
 
 def could_ever_fit(request: Request, lane: Lane) -> bool:
     """Whether the known tokens and one more fit a worker that runs nothing else."""
     return request.num_tokens < lane.capacity.max_num_tokens
+
+
+def has_seat(lane: Lane, config: SchedulerConfig) -> bool:
+    """Whether one more request may run."""
+    return len(lane.running) < config.max_num_seqs
+
+
+def num_needed(request: Request, lane: Lane, hits: list[int], config: SchedulerConfig) -> int:
+    """Blocks that must be free to admit a request: its own, and those kept for others.
+
+    A worker that runs nothing keeps none: there is no growth to leave room for.
+    """
+    hit_tokens = len(hits) * lane.capacity.block_size
+    wanted = request.num_tokens if config.reserve_full_prompt else hit_tokens + 1
+    kept = 0
+    if len(lane.running) > 0:
+        kept = int(config.watermark * lane.capacity.num_blocks)
+        kept += 0 if request.is_system else config.reserved_blocks
+    return lane.kv.num_needed(wanted, hits) + kept
+
+
+def load_of(lane: Lane) -> int:
+    """Work that a new request would have to share a worker with, in tokens."""
+    backlog = sum(r.num_tokens - r.num_computed_tokens for r in lane.prefilling)
+    return backlog + len(lane.running) * RUNNING_COST_TOKENS
+
+
+def roomiest(request: Request, lanes: Iterable[Lane]) -> Lane | None:
+    """Find where a request that fits nowhere now will fit soonest, as far as blocks can tell."""
+    fitting = [lane for lane in lanes if lane.bound is None and could_ever_fit(request, lane)]
+    return max(fitting, key=lambda lane: lane.kv.pool.num_free, default=None)

@@ -9,21 +9,28 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from wire.messages import EngineCoreRequest, SamplingParams
+from scheduler_svc.core.tenants import Tenant
+from wire.messages import SYSTEM_PRIORITY, EngineCoreRequest, SamplingParams
+
+Order = tuple[int, int, int]
+"""Class, rank and number: the one total order, lower first."""
 
 
 class RequestStatus(Enum):
     """Where a request is.
 
         WAITING ──> PREFILLING ──> DECODING ──> ENDING ──> FINISHED
-           ^            │             │            │
-           └────────────┴─ preempted ─┴────────────┘      (FINISHED from anywhere)
+           ^  ^          │             │           │
+           │  └ SWAPPED <┴─ preempted ─┤           │       (FINISHED from anywhere)
+           └──────────── or worker lost┴───────────┘
 
     PREFILLING: more than its last known token is still to be computed. DECODING: only that one is;
-    it is in the decode batch. ENDING: the step that samples its last token is on its way.
+    it is in the decode batch. ENDING: the step that samples its last token is on its way. SWAPPED:
+    like WAITING, but its blocks are in the CPU pool of its worker, and there it goes on.
     """
 
     WAITING = auto()
+    SWAPPED = auto()
     PREFILLING = auto()
     DECODING = auto()
     ENDING = auto()
@@ -44,8 +51,12 @@ class Request:
     num_prompt_tokens: int
     sampling: SamplingParams
     arrival: float  # seconds, server time
+    tenant: Tenant
+    priority: int = 0
+    deadline: float | None = None  # seconds, server time
     cache_salt: str | None = None
 
+    order: Order = (0, 0, 0)
     status: RequestStatus = RequestStatus.WAITING
     worker: str | None = None  # where it runs, or ran before it was preempted
     resume_after: int = 0  # step of `worker` whose result must be in before it runs again
@@ -53,10 +64,10 @@ class Request:
     was_started: bool = False
 
     block_ids: list[int] = field(default_factory=list)
+    cpu_block_ids: list[int] = field(default_factory=list)  # while SWAPPED
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as computed
     num_published_blocks: int = 0
     num_computed_tokens: int = 0  # as scheduled; stands still while DECODING
-    num_cached_tokens: int = 0  # prefix hit of the first admission
     max_num_tokens: int = 0  # length at which it ends, set when it is admitted
 
     decode_base: int = 0
@@ -69,8 +80,11 @@ class Request:
         self.stop_ids = frozenset(self.sampling.eos_token_ids + self.sampling.stop_token_ids)
 
     @classmethod
-    def of(cls, num: int, request: EngineCoreRequest, arrival: float) -> Request:
+    def of(cls, num: int, request: EngineCoreRequest, arrival: float, tenant: Tenant) -> Request:
         """Begin the bookkeeping of an accepted request."""
+        deadline = None
+        if request.deadline_ms is not None:
+            deadline = arrival + request.deadline_ms / 1000
         return cls(
             num=num,
             req_id=request.req_id,
@@ -78,8 +92,17 @@ class Request:
             num_prompt_tokens=len(request.prompt_token_ids),
             sampling=request.sampling,
             arrival=arrival,
+            tenant=tenant,
+            priority=request.priority,
+            deadline=deadline,
             cache_salt=request.cache_salt,
+            order=(0, 0, num),
         )
+
+    @property
+    def is_system(self) -> bool:
+        """Whether it belongs to the class that goes before all others."""
+        return self.priority <= SYSTEM_PRIORITY
 
     @property
     def num_tokens(self) -> int:
@@ -90,11 +113,6 @@ class Request:
     def num_output_tokens(self) -> int:
         """Output tokens known."""
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def order(self) -> int:
-        """Place in the one total order: who goes first, and who is preempted last."""
-        return self.num
 
     @property
     def prompt_token_ids(self) -> array[int]:

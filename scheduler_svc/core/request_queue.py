@@ -1,8 +1,8 @@
-"""The one global queue of requests that wait.
+"""Requests in their one total order.
 
-Owns their order and nothing else. The order is total and never changes while a request waits, so
-nothing is ever sorted again: a request that was preempted finds its old place in front of those
-that came later.
+Owns an order and nothing else. The order of a request never changes while it is in a queue, so
+nothing is ever sorted again: one that was preempted finds its old place in front of those that came
+later.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _order = attrgetter("order")
 
 
 class RequestQueue:
-    """Requests in order. Insertion and removal cost a binary search and one move of memory."""
+    """Insertion and removal cost a binary search and one move of memory."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
@@ -27,6 +27,9 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
+
+    def __reversed__(self) -> Iterator[Request]:
+        return reversed(self._requests)
 
     def __getitem__(self, index: int) -> Request:
         return self._requests[index]
@@ -40,7 +43,3 @@ class RequestQueue:
         index = bisect_left(self._requests, request.order, key=_order)
         assert self._requests[index] is request
         del self._requests[index]
-
-    def last(self) -> Request:
-        """The least urgent, newest request: whoever has to yield first."""
-        return self._requests[-1]

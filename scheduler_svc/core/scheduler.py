@@ -1,99 +1,106 @@
-"""The scheduler: a pure state machine. Decides which tokens of which request each step computes.
+"""The scheduler: a pure state machine of a few verbs, each of which is atomic.
 
-Owns all requests, the global waiting queue and a lane per worker. Never reads a clock, awaits or
-draws a random number: the same calls give the same decisions.
-
-There are no phases. A request has computed tokens and known tokens, and a step lets the first catch
-up with the second; a request that decodes is just one that is a single token behind.
+Owns requests from their admission to their end. How a step is made is the planner's business; how a
+verb becomes a message on a stream is the service's. Never reads a clock, awaits or draws a random
+number: the same calls give the same decisions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
 from scheduler_svc.core.kv_cache_manager import KVCacheManager
 from scheduler_svc.core.lane import Lane, StepRecord
-from scheduler_svc.core.outputs import Finished, Outputs, Started, Totals
-from scheduler_svc.core.placement import RUNNING_COST_TOKENS, Place, best_place, could_ever_fit
+from scheduler_svc.core.outputs import Finished, Outputs, Totals
+from scheduler_svc.core.planner import StepPlanner
+from scheduler_svc.core.policy import policy_of
 from scheduler_svc.core.request import Request, RequestStatus
 from scheduler_svc.core.request_queue import RequestQueue
+from scheduler_svc.core.state import State
+from scheduler_svc.core.waiting_line import WaitingLine
 from wire.messages import (
-    CachedRequestData,
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
     ModelRunnerOutput,
-    NewRequestData,
     SchedulerOutput,
 )
 
-MAX_PASSED_OVER = 64
-"""How many waiting requests one call leaves for better workers before it stops looking."""
-
-
-@dataclass(slots=True)
-class _Plan:
-    """One step in the making."""
-
-    step_id: int
-    grown: dict[int, int] = field(default_factory=dict)  # request that decodes -> new block
-    chunks: dict[Request, tuple[int, list[int]]] = field(default_factory=dict)  # tokens, new blocks
-    admitted: list[tuple[Request, int]] = field(default_factory=list)  # request, tokens
-    num_listed_tokens: int = 0
-    has_preempted: bool = False
+MIN_RATED_TOKENS = 64
+"""Prompt tokens in a step from which on its time says something about the worker's speed."""
 
 
 class Scheduler:
-    """Four verbs for requests and steps, and two for workers that come and go."""
+    """Verbs for requests and steps, and for workers that come and go."""
 
     def __init__(self, config: SchedulerConfig, epoch: int = 0) -> None:
-        self.config = config
-        self.epoch = epoch
-        self.waiting = RequestQueue()
-        self.totals = Totals()
-        self._requests: dict[int, Request] = {}
-        self._lanes: dict[str, Lane] = {}
-        self._outputs = Outputs()
+        self._state = State.new(config, epoch)
         self._longest = 0  # sequence that fitted any worker so far
+        self._alarms: list[tuple[float, int]] = []  # heap of (time, request number)
 
     # ------------------------------------------------------------ workers
 
     def add_worker(self, worker: str, capacity: WorkerCapacity, last_step: int = 0) -> None:
         """Register a worker with an empty cache; its steps are numbered from `last_step` + 1."""
-        if not self.config.enable_chunked_prefill:
-            longest = min(capacity.max_model_len, self.config.max_num_batched_tokens)
-            capacity = WorkerCapacity(capacity.num_blocks, capacity.block_size, longest)
-        kv = KVCacheManager(
-            capacity.num_blocks, capacity.block_size, self.config.enable_prefix_caching
-        )
-        self._lanes[worker] = Lane(worker, capacity, kv, last_step)
+        config = self.config
+        if not config.enable_chunked_prefill:
+            longest = min(capacity.max_model_len, config.max_num_batched_tokens)
+            capacity = WorkerCapacity(
+                capacity.num_blocks, capacity.block_size, longest, capacity.num_cpu_blocks
+            )
+        kv = KVCacheManager(capacity.num_blocks, capacity.block_size, config.enable_prefix_caching)
+        self._state.lanes[worker] = Lane(worker, capacity, kv, last_step)
         self._longest = max(self._longest, capacity.max_num_tokens)
-        for request in list(self.waiting):
+        for request in list(self._state.waiting):
             self._refuse_if_too_long(request)
 
     def remove_worker(self, worker: str) -> None:
         """A worker is lost, with its cache: all that ran on it waits again, in its old place."""
-        lane = self._lanes.pop(worker, None)
+        lane = self._state.lanes.pop(worker, None)
         if lane is None:
             self.totals.num_ignored += 1
             return
         for request in lane.abandon():
-            self._count_preemption(request)
-            self.waiting.push(request)
+            self.totals.num_preemptions += 1
+            self._state.take_back(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request hit a block that is cached now."""
+        for lane in self._state.lanes.values():
+            lane.kv.pool.forget_all()
+            lane.cpu_pool.forget_all()
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        """Change limits and policy from the next step on; what runs goes on."""
+        state = self._state
+        state.config, state.policy = config, policy_of(config)
+        waiting, state.waiting = list(state.waiting), WaitingLine(state.policy)
+        for request in state.requests.values():
+            request.order = self._order_of(request)
+        for request in waiting:
+            state.waiting.push(request)
+        for lane in state.lanes.values():
+            lane.running = _sorted_anew(lane.running)
+            lane.prefilling = _sorted_anew(lane.prefilling)
+            lane.swapped = _sorted_anew(lane.swapped)
 
     # ------------------------------------------------------------ requests
 
     def add_request(self, num: int, request: EngineCoreRequest, arrival: float) -> None:
         """Queue a request. One that could never fit is refused, as an output like any other."""
-        if num in self._requests:
+        state = self._state
+        if num in state.requests:
             self.totals.num_ignored += 1
             return
-        added = Request.of(num, request, arrival)
-        self._requests[num] = added
-        self.waiting.push(added)
+        tenant = state.tenants.join(request.tenant, request.weight)
+        added = Request.of(num, request, arrival, tenant)
+        added.order = self._order_of(added)
+        state.requests[num] = added
+        state.waiting.push(added)
         self.totals.num_prompt_tokens += added.num_prompt_tokens
+        self._set_alarms(added)
         if added.num_output_tokens and added.token_ids[-1] in added.stop_ids:
             self._stop(added, added.token_ids[-1])
         elif added.num_output_tokens >= added.sampling.max_tokens:
@@ -108,179 +115,49 @@ class Scheduler:
 
         `num_output_tokens`: how much of its output counts, if not all.
         """
-        request = self._requests.get(num)
+        request = self._state.requests.get(num)
         if request is None:
             self.totals.num_ignored += 1
             return
         self._finish(request, reason, num_output_tokens=num_output_tokens)
 
+    def expire(self, now: float) -> None:
+        """End what has waited too long for its first step, or has missed its deadline."""
+        while self._alarms and self._alarms[0][0] <= now:
+            _, num = heappop(self._alarms)
+            request = self._state.requests.get(num)
+            if request is None:
+                continue
+            if request.deadline is not None and request.deadline <= now:
+                self._finish(
+                    request, "error", error="the deadline has passed", error_code="unavailable"
+                )
+            elif not request.was_started and self.config.queue_timeout_s:
+                waited = f"{self.config.queue_timeout_s:g} s"
+                self._finish(
+                    request,
+                    "error",
+                    error=f"no worker had room for it within {waited}",
+                    error_code="unavailable",
+                )
+
+    def next_wake(self) -> float | None:
+        """When `expire` has something to do next, in seconds of server time."""
+        return self._alarms[0][0] if self._alarms else None
+
     def take_outputs(self) -> Outputs:
         """All that came of the calls since the last time."""
-        outputs, self._outputs = self._outputs, Outputs()
+        outputs, self._state.outputs = self._state.outputs, Outputs()
         return outputs
 
-    # ------------------------------------------------------------ one step
+    # ------------------------------------------------------------ steps
 
     def schedule(self, worker: str, now: float) -> SchedulerOutput | None:
-        """Hand out the token budget of one step: first to those running, then to those waiting.
+        """Make the next step of a worker. None if there is nothing to run and nothing to tell.
 
-        None if there is nothing to run and nothing to tell. `now` is in seconds of server time.
+        `now` is in seconds of server time.
         """
-        lane = self._lanes[worker]
-        lane.retire()
-        plan = _Plan(lane.next_step)
-        self._grow_decoding(lane, plan)
-        self._schedule_prefilling(lane, plan)
-        if not plan.has_preempted:
-            self._schedule_waiting(lane, plan, now)
-        if not (lane.decode_batch or plan.num_listed_tokens or lane.finished or lane.preempted):
-            return None
-        return self._dispatch(lane, plan)
-
-    def _grow_decoding(self, lane: Lane, plan: _Plan) -> None:
-        """All that decode run; those that cross into a new block get it, or somebody yields."""
-        for request in lane.due_for_a_block():
-            while request.status is RequestStatus.DECODING:  # until it yields itself
-                if (block := lane.kv.grow(request)) is not None:
-                    plan.grown[request.num] = block
-                    break
-                self._make_room(lane, plan)
-
-    def _schedule_prefilling(self, lane: Lane, plan: _Plan) -> None:
-        for request in list(lane.prefilling):
-            missing = request.num_tokens - request.num_computed_tokens
-            while request.status is RequestStatus.PREFILLING:  # until it yields itself
-                n = min(missing, self._budget(lane, plan), self._chunk_limit(lane))
-                if n == 0:
-                    return
-                computed = request.num_computed_tokens + n
-                if (blocks := lane.kv.allocate_slots(request, computed)) is not None:
-                    plan.chunks[request] = n, blocks
-                    plan.num_listed_tokens += n
-                    lane.kv.publish(request, computed)
-                    break
-                self._make_room(lane, plan)
-
-    def _schedule_waiting(self, lane: Lane, plan: _Plan, now: float) -> None:
-        index = passed_over = 0
-        promised: dict[str, int] = {}
-        while index < len(self.waiting) and passed_over < MAX_PASSED_OVER:
-            if self._budget(lane, plan) == 0 or len(lane.running) >= self.config.max_num_seqs:
-                return
-            request = self.waiting[index]
-            if not self._is_ready(request):
-                if request.worker == lane.worker:
-                    return  # its last result is on its way: nobody takes its room meanwhile
-            elif (place := self._best_place(request, promised)) is None:
-                if any(could_ever_fit(request, other) for other in self._lanes.values()):
-                    return
-            elif place.lane is lane:
-                if not self._admit(request, place, plan, now):
-                    return
-                continue
-            else:
-                cost = place.num_missing_tokens + RUNNING_COST_TOKENS
-                promised[place.lane.worker] = promised.get(place.lane.worker, 0) + cost
-            index += 1
-            passed_over += 1
-
-    def _admit(self, request: Request, place: Place, plan: _Plan, now: float) -> bool:
-        lane, hits = place.lane, place.hits
-        hit_tokens = len(hits) * lane.capacity.block_size
-        missing = place.num_missing_tokens
-        n = min(missing, self._budget(lane, plan))
-        if self.config.enable_chunked_prefill:
-            n = min(n, self._chunk_limit(lane))
-        elif n < missing:
-            return False
-        if lane.kv.allocate_slots(request, hit_tokens + n, hits) is None:
-            return False
-        self.waiting.remove(request)
-        request.num_computed_tokens = hit_tokens
-        request.max_num_tokens = min(
-            request.num_prompt_tokens + request.sampling.max_tokens, lane.capacity.max_num_tokens
-        )
-        lane.start(request)
-        lane.kv.publish(request, hit_tokens + n)
-        plan.admitted.append((request, n))
-        plan.num_listed_tokens += n
-        self._note_start(request, hit_tokens, now)
-        return True
-
-    # ------------------------------------------------------------ room
-
-    def _make_room(self, lane: Lane, plan: _Plan) -> None:
-        """Give blocks back: of requests that only end, else of the least urgent that runs.
-
-        Whoever is first in the order is never the victim unless alone, and alone it fits: so
-        somebody always makes progress.
-        """
-        if lane.release_ending():
-            return
-        victim = lane.running.last()
-        plan.has_preempted = True
-        plan.grown.pop(victim.num, None)
-        n, _ = plan.chunks.pop(victim, (0, ()))
-        plan.num_listed_tokens -= n
-        lane.preempt(victim)
-        self._count_preemption(victim)
-        self.waiting.push(victim)
-
-    def _budget(self, lane: Lane, plan: _Plan) -> int:
-        return self.config.max_num_batched_tokens - len(lane.decode_batch) - plan.num_listed_tokens
-
-    def _chunk_limit(self, lane: Lane) -> int:
-        """Most tokens of one prompt in a step, when there are others to be held up by it."""
-        threshold = self.config.long_prefill_token_threshold
-        is_alone = len(lane.running) + len(self.waiting) <= 1
-        if threshold == 0 or is_alone or not self.config.enable_chunked_prefill:
-            return self.config.max_num_batched_tokens
-        return threshold
-
-    def _is_ready(self, request: Request) -> bool:
-        """Whether all results of an earlier run are in: one of them may end the request."""
-        if request.worker is None:
-            return True
-        lane = self._lanes.get(request.worker)
-        return lane is None or lane.last_answered_step >= request.resume_after
-
-    def _best_place(self, request: Request, promised: dict[str, int]) -> Place | None:
-        return best_place(
-            request,
-            self._lanes.values(),
-            self.config.max_num_seqs,
-            self.config.reserve_full_prompt,
-            promised,
-        )
-
-    # ------------------------------------------------------------ out and back
-
-    def _dispatch(self, lane: Lane, plan: _Plan) -> SchedulerOutput:
-        """Turn the plan into a message, and count its tokens as computed."""
-        sampling = list(lane.decode_batch)
-        new = [_new_request_data(request, n) for request, n in plan.admitted]
-        output = SchedulerOutput(
-            epoch=self.epoch,
-            step_id=plan.step_id,
-            new_reqs=new,
-            cached_reqs=_cached_request_data(plan),
-            num_decodes=len(sampling),
-            finished_reqs=lane.finished,
-            preempted_reqs=lane.preempted,
-        )
-        lane.finished, lane.preempted = [], []
-        listed = [(request, n) for request, (n, _) in plan.chunks.items()] + plan.admitted
-        for request, n in listed:
-            request.num_computed_tokens += n
-            if request.num_computed_tokens == request.num_tokens:
-                sampling.append(request)
-                lane.begin_decoding(request, plan.step_id)
-        num_tokens = output.num_decodes + plan.num_listed_tokens
-        lane.in_flight.append(StepRecord(plan.step_id, sampling))
-        lane.next_step += 1
-        self.totals.num_steps += 1
-        self.totals.num_scheduled_tokens += num_tokens
-        return output
+        return StepPlanner(self._state, self._state.lanes[worker], now).plan()
 
     def update_from_output(self, worker: str, output: ModelRunnerOutput) -> bool:
         """Book what a step sampled; what ended meanwhile is dropped.
@@ -288,7 +165,7 @@ class Scheduler:
         False if the worker can no longer be trusted (the step failed, or its result does not fit
         it): the caller then removes the worker. A result that nobody waits for is ignored.
         """
-        lane = self._lanes.get(worker)
+        lane = self._state.lanes.get(worker)
         if (
             lane is None
             or output.epoch != self.epoch
@@ -297,21 +174,24 @@ class Scheduler:
         ):
             self.totals.num_ignored += 1
             return True
-        sampling = lane.in_flight[0].sampling
-        if output.failed is not None or len(output.sampled_token_ids) != len(sampling):
+        record = lane.in_flight[0]
+        if output.failed is not None or len(output.sampled_token_ids) != len(record.sampling):
             return False
         lane.in_flight.popleft()
         lane.last_answered_step = output.step_id
-        failed = {error.req: error.message for error in output.errors}
-        rows: Iterable[tuple[Request, int]] = zip(sampling, output.sampled_token_ids, strict=True)
-        if failed:
+        _note_rates(lane, record, output)
+        rows: Iterable[tuple[Request, int]] = zip(
+            record.sampling, output.sampled_token_ids, strict=True
+        )
+        if output.errors:
+            failed = {error.req: error.message for error in output.errors}
             rows = [(request, token) for request, token in rows if not self._fail(request, failed)]
         self._book(lane, rows)
         return True
 
     def _book(self, lane: Lane, rows: Iterable[tuple[Request, int]]) -> None:
         """Append one token each. The hot loop: nothing here that is not needed for every token."""
-        out, size = self._outputs, lane.capacity.block_size
+        out, size = self._state.outputs, lane.capacity.block_size
         reqs, starts, tokens = out.reqs, out.starts, out.token_ids
         finished = RequestStatus.FINISHED
         before = len(reqs)
@@ -367,16 +247,21 @@ class Scheduler:
         error: str | None = None,
         error_code: ErrorCode | None = None,
     ) -> None:
+        state = self._state
         if request.status is RequestStatus.WAITING:
-            self.waiting.remove(request)
+            state.waiting.remove(request)
+            state.unbind(request)
         else:
             assert request.worker is not None
-            self._lanes[request.worker].finish(request)
+            state.lanes[request.worker].finish(request)
         request.status = RequestStatus.FINISHED
-        del self._requests[request.num]
+        del state.requests[request.num]
+        request.tenant.num_requests -= 1
         known = request.num_output_tokens
         counted = known if num_output_tokens is None else min(num_output_tokens, known)
-        self._outputs.finished.append(
+        if reason in {"stop", "length"}:
+            request.tenant.note_output(counted)
+        state.outputs.finished.append(
             Finished(
                 req=request.num,
                 num_output_tokens=counted,
@@ -388,60 +273,93 @@ class Scheduler:
             )
         )
 
-    # ------------------------------------------------------------ figures
+    # ------------------------------------------------------------ order and time
 
-    def _count_preemption(self, request: Request) -> None:
-        self.totals.num_preemptions += 1
-        self.totals.num_recomputed_tokens += min(request.num_computed_tokens, request.num_tokens)
+    def _order_of(self, request: Request) -> tuple[int, int, int]:
+        state = self._state
+        num_cached = 0
+        if state.config.policy == "sjf":
+            num_cached = max(
+                (
+                    len(lane.kv.get_computed_blocks(request)) * lane.capacity.block_size
+                    for lane in state.lanes.values()
+                ),
+                default=0,
+            )
+        return 0 if request.is_system else 1, state.policy.rank(request, num_cached), request.num
 
-    def _note_start(self, request: Request, hit_tokens: int, now: float) -> None:
-        if request.was_started:
-            return
-        request.was_started = True
-        request.num_cached_tokens = hit_tokens
-        self.totals.prefix_cache_queries += request.num_tokens
-        self.totals.prefix_cache_hits += hit_tokens
-        queued = max(0.0, now - request.arrival)
-        self._outputs.started.append(Started(request.num, hit_tokens, queued))
+    def _set_alarms(self, request: Request) -> None:
+        if request.deadline is not None and self.config.deadline_action != "ignore":
+            heappush(self._alarms, (request.deadline, request.num))
+        if self.config.queue_timeout_s:
+            heappush(self._alarms, (request.arrival + self.config.queue_timeout_s, request.num))
+
+    # ------------------------------------------------------------ to look at
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """The configuration in force."""
+        return self._state.config
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of every step that this scheduler makes."""
+        return self._state.epoch
+
+    @property
+    def totals(self) -> Totals:
+        """Counters since this scheduler took the lead."""
+        return self._state.totals
+
+    @property
+    def waiting(self) -> WaitingLine:
+        """Those that wait. Not to be changed."""
+        return self._state.waiting
 
     @property
     def requests(self) -> dict[int, Request]:
         """All requests that have not ended. Not to be changed."""
-        return self._requests
+        return self._state.requests
 
     @property
     def lanes(self) -> dict[str, Lane]:
         """All registered workers. Not to be changed."""
-        return self._lanes
+        return self._state.lanes
+
+    @property
+    def served(self) -> dict[str, float]:
+        """The tenants' counters."""
+        return self._state.tenants.served()
+
+    def restore_served(self, served: dict[str, float]) -> None:
+        """Go on from tenants' counters that an earlier leader left."""
+        self._state.tenants.restore(served)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless each request is in one place and each block accounted for."""
-        placed = [r.num for r in self.waiting]
-        assert all(r.status is RequestStatus.WAITING and not r.block_ids for r in self.waiting)
-        assert placed == sorted(placed), "the waiting queue is out of order"
-        for lane in self._lanes.values():
+        state = self._state
+        waiting = list(state.waiting)
+        assert len(waiting) == len(state.waiting)
+        assert all(r.status is RequestStatus.WAITING for r in waiting)
+        assert not any(r.block_ids or r.cpu_block_ids for r in waiting), "it waits and holds blocks"
+        placed = [r.num for r in waiting]
+        for lane in state.lanes.values():
             lane.check_integrity()
-            assert len(lane.running) <= self.config.max_num_seqs
-            placed += [r.num for r in lane.running] + list(lane.ending)
-        assert sorted(placed) == sorted(self._requests), "a request is in no place, or in two"
+            assert lane.bound is None or lane.bound in waiting
+            placed += [r.num for r in [*lane.running, *lane.swapped]] + list(lane.ending)
+        assert sorted(placed) == sorted(state.requests), "a request is in no place, or in two"
 
 
-def _new_request_data(request: Request, num_scheduled_tokens: int) -> NewRequestData:
-    return NewRequestData(
-        req=request.num,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
-        block_ids=request.block_ids[:],
-        num_computed_tokens=request.num_computed_tokens,
-        num_scheduled_tokens=num_scheduled_tokens,
-        sampling=request.sampling,
-    )
+def _note_rates(lane: Lane, record: StepRecord, output: ModelRunnerOutput) -> None:
+    computing_us = output.device_us - output.copy_us
+    if record.num_prompt_tokens >= MIN_RATED_TOKENS and computing_us > 0:
+        lane.rates.note_prefill(record.num_prompt_tokens, computing_us / 1e6)
+    if record.num_copied_blocks and output.copy_us > 0:
+        lane.rates.note_copies(record.num_copied_blocks, output.copy_us / 1e6)
 
 
-def _cached_request_data(plan: _Plan) -> CachedRequestData:
-    chunks = plan.chunks.items()
-    return CachedRequestData(
-        reqs=[*plan.grown, *(request.num for request, _ in chunks)],
-        num_scheduled_tokens=[1] * len(plan.grown) + [n for _, (n, _) in chunks],
-        new_block_ids=[[block] for block in plan.grown.values()] + [b for _, (_, b) in chunks],
-    )
+def _sorted_anew(queue: RequestQueue) -> RequestQueue:
+    anew = RequestQueue()
+    for request in queue:
+        anew.push(request)
+    return anew

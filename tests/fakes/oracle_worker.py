@@ -24,7 +24,13 @@ class OracleWorker:
     """One life of a worker. Everything it does can be held up or broken by a test."""
 
     def __init__(
-        self, settings: Settings, name: str = "w", *, num_blocks: int = 64, block_size: int = 16
+        self,
+        settings: Settings,
+        name: str = "w",
+        *,
+        num_blocks: int = 64,
+        block_size: int = 16,
+        num_cpu_blocks: int = 0,
     ) -> None:
         self.name, self.incarnation = name, new_incarnation()
         self.process = f"{self.name}.{self.incarnation}"
@@ -35,10 +41,11 @@ class OracleWorker:
         self._may_beat.set()
         self.fail_next: str | None = None
         self._settings = settings
-        self._oracle = PagedOracle(num_blocks, block_size, VOCAB)
+        self._oracle = PagedOracle(num_blocks, block_size, VOCAB, num_cpu_blocks=num_cpu_blocks)
         self._fields = {
             "state": "ready",
             "num_blocks": num_blocks,
+            "num_cpu_blocks": num_cpu_blocks,
             "block_size": block_size,
             "max_model_len": 4096,
             "vocab_size": VOCAB,

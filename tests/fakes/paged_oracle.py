@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from wire.messages import (
+    BlockCopies,
     ModelRunnerOutput,
     NewRequestData,
     SamplingParams,
@@ -62,11 +63,17 @@ class PagedOracle:
     """Executes steps as `SchedulerOutput` defines them. AssertionError if one breaks the rules."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, vocab: int = VOCAB, epoch: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        vocab: int = VOCAB,
+        epoch: int = 0,
+        num_cpu_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
         self.vocab = vocab
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
+        self.cpu_slots: list[int | None] = [None] * (num_cpu_blocks * block_size)
         self.rows: dict[int, _Row] = {}
         self.decode_batch: list[int] = []
         self.epoch = epoch
@@ -80,11 +87,23 @@ class PagedOracle:
         assert step.epoch == self.epoch, "an epoch begins with a fence"
         for req in [*step.finished_reqs, *step.preempted_reqs]:
             self._forget(req)
+        for copies in step.copies:
+            self._copy(copies)
         work = self._apply(step)
         for req, n in work:  # every write of a step comes before every read
             self._write(self.rows[req], n)
         sampled = [token for req, n in work if (token := self._advance(req, n)) is not None]
         return ModelRunnerOutput(step.epoch, step.step_id, token_ids(sampled), device_us=1)
+
+    def _copy(self, copies: BlockCopies) -> None:
+        size = self.block_size
+        for device, cpu in zip(copies.device_blocks, copies.cpu_blocks, strict=True):
+            on_device = slice(device * size, (device + 1) * size)
+            on_cpu = slice(cpu * size, (cpu + 1) * size)
+            if copies.direction == "out":
+                self.cpu_slots[on_cpu] = self.slots[on_device]
+            else:
+                self.slots[on_device] = self.cpu_slots[on_cpu]
 
     def _forget(self, req: int) -> None:
         del self.rows[req]

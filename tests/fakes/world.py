@@ -31,6 +31,10 @@ class Sequence:
     prompt: list[int]
     sampling: SamplingParams
     salt: str | None
+    tenant: str = "a"
+    priority: int = 0
+    deadline_ms: int | None = None
+    arrival: float = 0.0
     tokens: list[int] = field(default_factory=list)
     finished: Finished | None = None
 
@@ -62,7 +66,10 @@ class World:
     def add_worker(self) -> str:
         name = next(self._names)
         oracle = paged_oracle.PagedOracle(
-            self.capacity.num_blocks, self.capacity.block_size, epoch=self.scheduler.epoch
+            self.capacity.num_blocks,
+            self.capacity.block_size,
+            epoch=self.scheduler.epoch,
+            num_cpu_blocks=self.capacity.num_cpu_blocks,
         )
         self.workers[name] = Worker(oracle)
         self.scheduler.add_worker(name, self.capacity)
@@ -82,6 +89,9 @@ class World:
         eos: int | None = None,
         seed: int | None = None,
         salt: str | None = None,
+        tenant: str = "a",
+        priority: int = 0,
+        deadline_ms: int | None = None,
     ) -> Sequence:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -89,7 +99,9 @@ class World:
             seed=seed or 0,
             eos_token_ids=[] if eos is None else [eos],
         )
-        sequence = Sequence(len(self.sequences) + 1, prompt, sampling, salt)
+        sequence = Sequence(
+            len(self.sequences) + 1, prompt, sampling, salt, tenant, priority, deadline_ms, self.now
+        )
         self.sequences[sequence.num] = sequence
         self._submit(sequence)
         return sequence
@@ -108,13 +120,22 @@ class World:
         step = self.scheduler.schedule(name, self.now)
         if step is not None:
             self._check_step(name, step)
-            if len(running) > 1:
+            if len(running) > 1 and self.config.policy == "fcfs":
                 assert running[0] not in step.preempted_reqs, "the most urgent request yielded"
             self.steps.append(step)
             step = codec.decode_as(SchedulerOutput, codec.encode(step))
             worker.flight.append(worker.oracle.execute(step))
         self._settle()
         return step
+
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.scheduler.reconfigure(config)
+        self._settle()
+
+    def expire(self) -> None:
+        self.scheduler.expire(self.now)
+        self._settle()
 
     def result(self, name: str) -> None:
         """Let the scheduler hear of the oldest step in flight."""
@@ -125,7 +146,9 @@ class World:
 
     def restart_scheduler(self) -> None:
         """Another leader takes over, and knows what was committed."""
+        served = self.scheduler.served
         self.scheduler = Scheduler(self.config, epoch=self.scheduler.epoch + 1)
+        self.scheduler.restore_served(served)
         for name, worker in self.workers.items():
             worker.flight.clear()  # results of the old epoch are ignored
             worker.oracle.execute(SchedulerOutput(self.scheduler.epoch, 0, is_fence=True))
@@ -149,8 +172,9 @@ class World:
         for name, worker in self.workers.items():
             self.step(name)  # tells what ended last
             assert not worker.oracle.rows, "the worker still holds requests that ended"
-            pool = self.scheduler.lanes[name].kv.pool
-            assert pool.num_free == pool.num_blocks, "blocks are held by nobody"
+            lane = self.scheduler.lanes[name]
+            for pool in (lane.kv.pool, lane.cpu_pool):
+                assert pool.num_free == pool.num_blocks, "blocks are held by nobody"
 
     # ------------------------------------------------------------ checks
 
@@ -165,6 +189,8 @@ class World:
         assert end is not None
         assert sequence.tokens == want[: len(sequence.tokens)], "tokens depend on the schedule"
         match end.finish_reason:
+            case "error" if end.error_code == "unavailable":
+                assert sequence.deadline_ms is not None or self.config.queue_timeout_s
             case "error":
                 assert not want, f"refused though it fits: {end.error}"
                 assert end.error_code == "invalid"
@@ -198,8 +224,11 @@ class World:
             output_token_ids=token_ids(sequence.tokens),
             sampling=sequence.sampling,
             cache_salt=sequence.salt,
+            tenant=sequence.tenant,
+            priority=sequence.priority,
+            deadline_ms=sequence.deadline_ms,
         )
-        self.scheduler.add_request(sequence.num, request, self.now)
+        self.scheduler.add_request(sequence.num, request, sequence.arrival)
         self._settle()
 
     def _settle(self) -> None:

@@ -50,10 +50,13 @@ async def scheduler(settings: Settings, *, orderly: bool = True) -> AsyncIterato
 
 
 @asynccontextmanager
-async def pool(settings: Settings, num_blocks: int = 64) -> AsyncIterator[StreamClient]:
+async def pool(
+    settings: Settings, num_blocks: int = 64, num_cpu_blocks: int = 0
+) -> AsyncIterator[StreamClient]:
+    worker = OracleWorker(settings, num_blocks=num_blocks, num_cpu_blocks=num_cpu_blocks)
     async with (
         scheduler(settings),
-        OracleWorker(settings, num_blocks=num_blocks).running(),
+        worker.running(),
         StreamClient(settings).running() as client,
     ):
         yield client
@@ -72,13 +75,18 @@ async def test_every_answer_is_exact(settings: Settings) -> None:
             assert end.num_output_tokens == 40
 
 
-async def test_little_memory_preempts_and_changes_nothing(settings: Settings, bus: Bus) -> None:
-    async with pool(settings, num_blocks=12) as client, asyncio.timeout(PATIENCE_S):
+@pytest.mark.parametrize("num_cpu_blocks", [0, 5, 100])
+async def test_little_memory_preempts_and_changes_nothing(
+    num_cpu_blocks: int, settings: Settings, bus: Bus
+) -> None:
+    async with pool(settings, 12, num_cpu_blocks) as client, asyncio.timeout(PATIENCE_S):
         streams = [await client.submit([i] * 30, 60) for i in range(8)]
         for stream in streams:
             await stream.finished()
             assert stream.tokens == want(stream)
-        assert int((await bus.stats())["num_preemptions_total"]) > 0
+        stats = await bus.stats()
+        assert int(stats["num_preemptions_total"]) > 0
+        assert (int(stats["num_swaps_total"]) > 0) == (num_cpu_blocks > 0)
 
 
 async def test_what_never_fits_is_refused(settings: Settings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
 from tests.fakes.paged_oracle import VOCAB
 from tests.fakes.world import Sequence, World
+from wire.messages import SYSTEM_PRIORITY
 
 # A long run: PAGESTREAM_TEST_EXAMPLES=20000. (Not a setting of the product, so without its prefix.)
 EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "400"))
@@ -41,6 +43,12 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         enable_chunked_prefill=draw(st.sampled_from([True, True, True, False])),
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         reserve_full_prompt=draw(st.booleans()),
+        watermark=draw(st.sampled_from([0.0, 0.0, 0.2])),
+        reserved_blocks=draw(st.sampled_from([0, 0, 1])),
+        policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "sjf", "deadline"])),
+        priority_ageing_s=draw(st.sampled_from([0.0, 0.05])),
+        preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
+        preemption_victim=draw(st.sampled_from(["newest", "cheapest"])),
     )
 
 
@@ -49,6 +57,7 @@ capacities = st.builds(
     num_blocks=st.integers(4, 14),
     block_size=st.integers(1, 4),
     max_model_len=st.sampled_from([9, 20, 1000]),
+    num_cpu_blocks=st.sampled_from([0, 2, 6, 20]),
 )
 
 
@@ -65,7 +74,7 @@ class Pool(RuleBasedStateMachine):
     ) -> None:
         if not config.enable_chunked_prefill:  # longer ones would be refused; the world knows
             longest = min(capacity.max_model_len, config.max_num_batched_tokens)
-            capacity = WorkerCapacity(capacity.num_blocks, capacity.block_size, longest)
+            capacity = replace(capacity, max_model_len=longest)
         self.world = World(config, capacity, depth=depth, workers=workers)
 
     def _alive(self) -> list[Sequence]:
@@ -77,16 +86,34 @@ class Pool(RuleBasedStateMachine):
         eos=st.none() | st.integers(0, VOCAB - 1),
         seed=st.none() | st.integers(0, 3),
         salt=st.sampled_from([None, None, "a", "b"]),
+        tenant=st.sampled_from("aaab"),
+        priority=st.sampled_from([0, 0, 1, -3, SYSTEM_PRIORITY]),
+        deadline_ms=st.sampled_from([None, None, None, 50, 500]),
+        repeats=st.integers(0, 6),  # how long ago somebody began with the same prompt
     )
-    def add(
+    def add(  # noqa: PLR0917 - all that a client may ask for
         self,
         prompt: list[int],
         max_tokens: int,
         eos: int | None,
         seed: int | None,
         salt: str | None,
+        tenant: str,
+        priority: int,
+        deadline_ms: int | None,
+        repeats: int,
     ) -> None:
-        self.world.add(prompt, max_tokens, eos=eos, seed=seed, salt=salt)
+        earlier = self.world.sequences.get(len(self.world.sequences) - repeats)
+        self.world.add(
+            earlier.prompt + prompt if earlier and len(earlier.prompt) < 14 else prompt,
+            max_tokens,
+            eos=eos,
+            seed=seed,
+            salt=salt,
+            tenant=tenant,
+            priority=priority,
+            deadline_ms=deadline_ms,
+        )
 
     @precondition(lambda self: self._alive())
     @rule(data=st.data())
@@ -126,6 +153,18 @@ class Pool(RuleBasedStateMachine):
     @rule()
     def restart_scheduler(self) -> None:
         self.world.restart_scheduler()
+
+    @rule()
+    def expire(self) -> None:
+        self.world.expire()
+
+    @precondition(lambda self: self.world.config.enable_chunked_prefill)
+    @rule(config=configs())
+    def reconfigure(self, config: SchedulerConfig) -> None:
+        caching = self.world.config.enable_prefix_caching
+        self.world.reconfigure(
+            replace(config, enable_chunked_prefill=True, enable_prefix_caching=caching)
+        )
 
     @invariant()
     def books_agree(self) -> None:
