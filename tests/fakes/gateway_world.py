@@ -1,4 +1,4 @@
-"""A gateway that serves over HTTP on a real Redis, with an engine that follows a script behind it."""
+"""A gateway over HTTP, a real Redis, and an engine that follows a script behind it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,7 @@ from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.fakes.tokenizers import byte_level_tokenizer
 from wire.bus import Bus
 from wire.config import Settings
+from wire.model_store import folder_hash
 
 TOKENIZER = byte_level_tokenizer()
 END = TOKENIZER.token_to_id("<|im_end|>")
@@ -96,17 +98,11 @@ async def serving(app: web.Application) -> AsyncIterator[str]:
 async def make_world(settings: Settings, **options: Any) -> AsyncIterator[World]:
     bus = Bus.connect(settings)
     app = create_app(settings, bus, **options)
-    async with (
-        ScriptedEngine(bus, saying(ids_of("hello world"))) as engine,
-        serving(app) as url,
-        aiohttp.ClientSession() as http,
-    ):
-        await until(lambda: app[READINESS].model is not None)
-        model = app[READINESS].model
-        assert model is not None
-        await engine.be_ready(model.model_hash)
-        await until(lambda: app[READINESS].problem is None)
-        yield World(url, app, engine, http, bus, settings)
+    async with ScriptedEngine(bus, saying(ids_of("hello world"))) as engine:
+        await engine.be_ready(folder_hash(Path(settings.model)))
+        async with serving(app) as url, aiohttp.ClientSession() as http:
+            await until(lambda: app[READINESS].problem is None)
+            yield World(url, app, engine, http, bus, settings)
     await bus.close()
 
 
