@@ -61,7 +61,16 @@ wait_for worker ready 2
 wait_for scheduler standby 1
 ask
 
-echo '-- a worker, the leading scheduler and Redis are killed'
+echo '-- a worker and the scheduler crash: Docker starts them again'
+for service in gpu-worker scheduler; do
+  docker compose exec -T "$service" sh -c 'kill -KILL $(cat /proc/1/task/1/children)'
+done
+ask
+wait_for worker ready 2
+wait_for scheduler standby 1
+ask
+
+echo '-- all but the gateway is killed'
 docker compose kill --signal KILL gpu-worker scheduler redis
 docker compose up --detach --no-build --no-recreate --scale gpu-worker=2 --scale scheduler=2
 wait_for worker ready 2

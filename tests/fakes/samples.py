@@ -7,6 +7,7 @@ import secrets
 from wire.bus import Commit
 from wire.messages import (
     AbortRequest,
+    BlockCopies,
     CachedRequestData,
     CommittedTokens,
     EngineCoreOutputs,
@@ -74,6 +75,7 @@ def every_message() -> list[Message]:
             priority=-1,
             deadline_ms=1000,
             tenant="t",
+            weight=2.0,
             cache_salt="salt",
             resumable=True,
             output_token_ids=output,
@@ -88,8 +90,9 @@ def every_message() -> list[Message]:
             finished_reqs=[10],
             preempted_reqs=[11],
             is_fence=True,
+            copies=[BlockCopies("in", [1, 2], [3, 4])],
         ),
-        ModelRunnerOutput(5, 1, output, [RequestError(9, "not finite")], 5000, "out of memory"),
+        ModelRunnerOutput(5, 1, output, [RequestError(9, "not finite")], 5000, "out of memory", 7),
         EngineCoreOutputs(
             handles=output,
             starts=output,

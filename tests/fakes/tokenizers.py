@@ -56,6 +56,21 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def large_tokenizer() -> Tokenizer:
+    """Byte-level with 50,000 tokens, as real models have; made of merges without any training."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = "etaoinsrhdlucmfwypvbgkjqxz0123456789"
+    pairs = [(a, b) for a in letters for b in letters]
+    triples = [(a + b, c) for a, b in pairs for c in letters]
+    tokens = [*alphabet, *(a + b for a, b in pairs), *(a + b for a, b in triples)]
+    model = models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=[*pairs, *triples])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return tokenizer
+
+
 def byte_fallback_tokenizer() -> Tokenizer:
     """As Llama 2 and Mistral have it: `▁` for spaces, and a token for each byte."""
     vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
