@@ -78,7 +78,7 @@ class Readiness:
         folder = await self._wait_for_folder()
         try:
             self.model = await asyncio.to_thread(_load, folder, self._settings)
-        except (ModelFolderError, OSError, ValueError) as error:
+        except (ModelFolderError, OSError) as error:
             raise SettingsError(f"MODEL={self._settings.model}: {error}") from error
         log.info(
             "model_loaded",

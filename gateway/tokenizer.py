@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from gateway.errors import invalid, too_busy
+from gateway.model_facts import ModelFolderError
 from gateway.vocabulary import Vocabulary, read_vocabulary
 
 NUM_THREADS = 2
@@ -49,13 +50,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """Read a model folder; takes a while. Raises OSError or ValueError if it holds none."""
+        """Read a model folder; takes a while. Raises ModelFolderError if its tokenizer is none."""
         transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # untyped there
-        tokenizers = [
-            PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-            for _ in range(NUM_THREADS)
-        ]
-        return cls(tokenizers, read_vocabulary(tokenizers[0].backend_tokenizer))
+        try:
+            tokenizers = [
+                PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+                for _ in range(NUM_THREADS)
+            ]
+            return cls(tokenizers, read_vocabulary(tokenizers[0].backend_tokenizer))
+        except Exception as error:  # the library raises bare ones, too
+            raise ModelFolderError(f"the tokenizer cannot be read: {error}") from error
 
     async def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """Encode texts as prompts, with the tokens that the model's tokenizer puts around one.

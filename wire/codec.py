@@ -212,6 +212,7 @@ _TAGS: dict[type, int] = {
     messages.ModelRunnerOutput: 4,
     messages.EngineCoreOutputs: 5,
     messages.CommittedTokens: 6,
+    messages.ResumeRequest: 7,
 }
 _CODERS = {cls: _dataclass(cls) for cls in _TAGS}
 _CLASSES = {tag: cls for cls, tag in _TAGS.items()}

@@ -96,6 +96,22 @@ class AbortRequest:
     num_output_tokens: int | None = None  # for "stop": tokens up to the end of the string
 
 
+@dataclass(frozen=True, slots=True)
+class ResumeRequest:
+    """Let one more gateway follow a request, from the first output token that it lacks.
+
+    `crc` is the CRC-32 of the tokens before, each as four bytes, little endian. The answer is
+    those tokens, or `EngineCoreOutputs.unknown`: then the scheduler does not have the request with
+    that prefix, and the gateway submits it again with what it has.
+    """
+
+    req_id: str
+    gateway: str
+    handle: int
+    num_output_tokens: int = 0
+    crc: int = 0
+
+
 # ---------------------------------------------------------------- scheduler -> worker
 
 
@@ -227,6 +243,8 @@ class EngineCoreOutputs:
     token_ids: TokenIds = field(default_factory=token_ids)
     started: list[StartedRequest] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)  # handles of resumptions that cannot be
+    held: TokenIds | None = None  # at least once a second: handles of all that is held for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +259,7 @@ class CommittedTokens:
 Message = (
     EngineCoreRequest
     | AbortRequest
+    | ResumeRequest
     | SchedulerOutput
     | ModelRunnerOutput
     | EngineCoreOutputs

@@ -32,6 +32,7 @@ class SchedulerConfig:
     deadline_action: DeadlineAction = "end"
     preemption_mode: PreemptionMode = "recompute"
     preemption_victim: VictimRule = "newest"
+    max_worker_losses: int = 3  # a request that alone was running at so many is ended
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
@@ -45,6 +46,8 @@ class SchedulerConfig:
             priority_ageing_s=self.priority_ageing_s,
             queue_timeout_s=self.queue_timeout_s,
         )
+        if self.max_worker_losses < 1:
+            raise ValueError(f"max_worker_losses ({self.max_worker_losses}) must be at least 1")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark ({self.watermark}) must be from 0 to below 1")
 

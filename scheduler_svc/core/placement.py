@@ -32,7 +32,7 @@ def best_place(
     """
     best, least = None, 0
     for lane in lanes:
-        if not could_ever_fit(request, lane) or not has_seat(lane, config):
+        if not could_ever_fit(request, lane) or not has_seat(request, lane, config):
             continue
         hits = lane.kv.get_computed_blocks(request)
         if num_needed(request, lane, hits, config) > lane.kv.pool.num_free:
@@ -49,9 +49,12 @@ def could_ever_fit(request: Request, lane: Lane) -> bool:
     return request.num_tokens < lane.capacity.max_num_tokens
 
 
-def has_seat(lane: Lane, config: SchedulerConfig) -> bool:
-    """Whether one more request may run."""
-    return len(lane.running) < config.max_num_seqs
+def has_seat(request: Request, lane: Lane, config: SchedulerConfig) -> bool:
+    """Whether one more request may run; a suspect runs alone or not at all."""
+    running = lane.running
+    if request.is_suspect or (len(running) and running[0].is_suspect):
+        return len(running) == 0
+    return len(running) < config.max_num_seqs
 
 
 def num_needed(request: Request, lane: Lane, hits: list[int], config: SchedulerConfig) -> int:

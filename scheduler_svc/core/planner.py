@@ -148,7 +148,7 @@ class StepPlanner:
             if lane.last_answered_step < request.resume_after:
                 return False
             n = min(request.num_tokens - request.num_computed_tokens, self._budget)
-            if n <= 0 or not has_seat(lane, state.config):
+            if n <= 0 or not has_seat(request, lane, state.config):
                 return False
             copies = preemption.swap_in(request, lane, request.num_computed_tokens + n)
             if copies is None:
@@ -179,7 +179,7 @@ class StepPlanner:
         for request in state.waiting.walk():
             if self._budget <= 0 or passed_over >= MAX_PASSED_OVER:
                 return
-            if not (state.policy.preempts or has_seat(self.lane, state.config)):
+            if not (state.policy.preempts or has_seat(request, self.lane, state.config)):
                 return
             if not self._consider(request):
                 return
@@ -267,7 +267,7 @@ class StepPlanner:
         Only if that is certain to make room and a seat for it. True if it did.
         """
         state, lane = self.state, self.lane
-        if not state.policy.preempts or not could_ever_fit(request, lane):
+        if not state.policy.preempts or request.is_suspect or not could_ever_fit(request, lane):
             return False
         hits = lane.kv.get_computed_blocks(request)
         needed = num_needed(request, lane, hits, state.config)

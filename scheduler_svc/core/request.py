@@ -61,6 +61,9 @@ class Request:
     worker: str | None = None  # where it runs, or ran before it was preempted
     resume_after: int = 0  # step of `worker` whose result must be in before it runs again
     num_preemptions: int = 0
+    num_losses: int = 0  # workers lost in a row while it ran on them and got no further
+    num_lone_losses: int = 0  # of those, while it ran alone
+    num_tokens_at_loss: int = 0
     was_started: bool = False
 
     block_ids: list[int] = field(default_factory=list)
@@ -98,6 +101,18 @@ class Request:
             cache_salt=request.cache_salt,
             order=(0, 0, num),
         )
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what kills workers: from now on it runs alone, to clear the others."""
+        return self.num_losses >= 2
+
+    def blame(self, *, was_alone: bool) -> None:
+        """A worker was lost while this ran on it. That counts only if it got no further since."""
+        has_advanced = self.num_tokens > self.num_tokens_at_loss
+        self.num_losses = 1 if has_advanced else self.num_losses + 1
+        self.num_lone_losses += was_alone
+        self.num_tokens_at_loss = self.num_tokens
 
     @property
     def is_system(self) -> bool:

@@ -56,15 +56,28 @@ class Scheduler:
         for request in list(self._state.waiting):
             self._refuse_if_too_long(request)
 
-    def remove_worker(self, worker: str) -> None:
-        """A worker is lost, with its cache: all that ran on it waits again, in its old place."""
+    def remove_worker(self, worker: str, *, is_orderly: bool = False) -> None:
+        """A worker is lost, with its cache: all that ran on it waits again, in its old place.
+
+        Unless it left in order, what it ran may be to blame: see `Request.blame`.
+        """
         lane = self._state.lanes.pop(worker, None)
         if lane is None:
             self.totals.num_ignored += 1
             return
+        suspects = [] if is_orderly else list(lane.running)
         for request in lane.abandon():
             self.totals.num_preemptions += 1
             self._state.take_back(request)
+        for request in suspects:
+            request.blame(was_alone=len(suspects) == 1)
+            if request.num_lone_losses >= self.config.max_worker_losses:
+                self._finish(
+                    request,
+                    "error",
+                    error=f"{request.num_lone_losses} workers were lost while they ran it alone",
+                    error_code="internal",
+                )
 
     def reset_prefix_cache(self) -> None:
         """Let no later request hit a block that is cached now."""

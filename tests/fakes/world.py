@@ -57,6 +57,7 @@ class World:
         self.sequences: dict[int, Sequence] = {}
         self.steps: list[SchedulerOutput] = []
         self.now = 0.0
+        self.num_losses = 0
         self._names = iter(f"w{i}" for i in range(10**9))
         for _ in range(workers):
             self.add_worker()
@@ -78,6 +79,7 @@ class World:
 
     def lose_worker(self, name: str) -> None:
         del self.workers[name]
+        self.num_losses += 1
         self.scheduler.remove_worker(name)
         self._settle()
 
@@ -191,6 +193,8 @@ class World:
         match end.finish_reason:
             case "error" if end.error_code == "unavailable":
                 assert sequence.deadline_ms is not None or self.config.queue_timeout_s
+            case "error" if end.error_code == "internal":
+                assert self.num_losses >= self.config.max_worker_losses
             case "error":
                 assert not want, f"refused though it fits: {end.error}"
                 assert end.error_code == "invalid"

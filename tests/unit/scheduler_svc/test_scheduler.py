@@ -406,3 +406,41 @@ def test_an_unchanged_batch_is_a_message_of_a_few_bytes() -> None:
     assert step.num_decodes == 256
     assert len(codec.encode(step)) < 32
     world.finish_everything()
+
+
+# ---------------------------------------------------------------- requests that kill workers
+
+
+def test_a_request_that_kills_workers_is_found_and_its_neighbours_are_spared() -> None:
+    world = new_world(workers=0)
+    innocent = [world.add(prompt(5, start=i), max_tokens=30) for i in range(6)]
+    guilty = world.add(prompt(9), max_tokens=30)
+    num_losses = 0
+    while guilty.finished is None:
+        assert num_losses < 10, "the guilty request is never found"
+        name = world.add_worker()
+        for _ in range(400):
+            world.step(name)
+            if guilty.num in {r.num for r in world.scheduler.lanes[name].running}:
+                break  # the worker dies of this step
+            world.result(name)
+        world.lose_worker(name)
+        num_losses += 1
+    assert guilty.finished.error_code == "internal"
+    assert "alone" in (guilty.finished.error or "")
+    world.finish_everything()
+    assert all(len(s.tokens) == 30 for s in innocent)
+    assert num_losses <= 6
+
+
+def test_losses_with_progress_between_them_blame_nobody() -> None:
+    world = new_world(workers=0)
+    sequence = world.add(prompt(5), max_tokens=40)
+    for _ in range(10):
+        name = world.add_worker()
+        for _ in range(3):
+            world.step(name), world.result(name)
+        world.lose_worker(name)
+    assert sequence.finished is None
+    world.finish_everything()
+    assert sequence.tokens == world.want(sequence)

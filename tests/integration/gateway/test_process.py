@@ -1,0 +1,209 @@
+"""The gateway as a process: its port, its memory, its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.fakes.gateway_world import PATIENCE_S, TOKENIZER, ids_of, parse_events
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+from tests.fakes.tokenizers import large_tokenizer, write_model_folder
+from wire.bus import Bus
+from wire.model_store import folder_hash
+
+pytestmark = pytest.mark.redis
+
+START_S = 60.0
+
+
+class GatewayProcess:
+    """`python -m gateway` with some settings; killed at the end if it still runs."""
+
+    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
+        self.process = process
+        self.url = f"http://127.0.0.1:{port}"
+
+    async def wait_status(self, path: str, status: int) -> None:
+        async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
+            while True:
+                try:
+                    async with http.get(self.url + path) as response:
+                        if response.status == status:
+                            return
+                except aiohttp.ClientError:
+                    pass
+                await asyncio.sleep(0.05)
+
+    async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
+        """Ask it to end; its exit code and what it said."""
+        self.process.send_signal(number)
+        return await self.ended()
+
+    async def ended(self) -> tuple[int, str]:
+        async with asyncio.timeout(START_S):
+            _, said = await self.process.communicate()
+        assert self.process.returncode is not None
+        return self.process.returncode, said.decode()
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number: int = probe.getsockname()[1]
+    return number
+
+
+@pytest.fixture
+async def start(redis_url: str, model_folder: Path) -> AsyncIterator[Callable[..., Any]]:
+    started: list[asyncio.subprocess.Process] = []
+
+    async def begin(port: int, **options: Any) -> GatewayProcess:
+        chosen = {"redis_url": redis_url, "model": model_folder, "port": port, **options}
+        sets = [f"--set={name.upper()}={value}" for name, value in chosen.items()]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-P", "-m", "gateway", *sets, stderr=asyncio.subprocess.PIPE
+        )
+        started.append(process)
+        return GatewayProcess(process, port)
+
+    yield begin
+    for process in started:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+@pytest.fixture
+async def engine(bus: Bus, model_folder: Path) -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(bus, saying(ids_of("hello world"))) as made:
+        await made.be_ready(folder_hash(model_folder))
+        yield made
+
+
+async def complete(url: str, **body: Any) -> str:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(url + "/v1/completions", json={"prompt": "x", **body}) as response,
+    ):
+        assert response.status == 200
+        text: str = (await response.json())["choices"][0]["text"]
+        return text
+
+
+async def test_a_gateway_stays_small_and_free_of_torch(
+    start: Callable[..., Any], engine: ScriptedEngine, port: int, tmp_path: Path
+) -> None:
+    tokenizer = large_tokenizer()
+    folder = write_model_folder(
+        tmp_path / "large", tokenizer, config={"max_position_embeddings": 4096}
+    )
+    await engine.be_ready(folder_hash(folder))
+    gateway = await start(port, model=folder)
+    await gateway.wait_status("/ready", 200)
+    messages = [{"role": "user", "content": "the rain in spain " * 100}]
+    async with aiohttp.ClientSession() as http:
+        url = gateway.url + "/v1/chat/completions"
+        async with http.post(url, json={"messages": messages}) as response:
+            assert response.status == 200, await response.text()
+    process = psutil.Process(gateway.process.pid)
+    assert process.memory_info().rss < 400 * 1024**2
+    assert not [m.path for m in process.memory_maps() if "libtorch" in m.path]
+
+
+async def test_an_orderly_end_lets_open_streams_finish(
+    start: Callable[..., Any], engine: ScriptedEngine, port: int, bus: Bus
+) -> None:
+    gateway = await start(port)
+    await gateway.wait_status("/ready", 200)
+    engine.be_silent()
+    async with aiohttp.ClientSession() as http:
+        url = gateway.url + "/v1/completions"
+        body = {"prompt": "x", "stream": True, "max_tokens": 50}
+        asking = asyncio.ensure_future(http.post(url, json=body))
+        await engine.wait_for(lambda: engine.num_running == 1)
+        gateway.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(PATIENCE_S):
+            while await roster_states(bus) != ["draining"]:
+                await asyncio.sleep(0.05)
+        with pytest.raises(aiohttp.ClientConnectorError):
+            async with aiohttp.ClientSession() as another:
+                await another.get(gateway.url + "/health")
+        engine.talk()
+        async with await asking as response:
+            events = parse_events(await response.text())
+    assert "".join(e["choices"][0]["text"] for e in events[:-1]) == "hello world"
+    code, said = await gateway.ended()
+    assert code == 0, said
+    assert not engine.aborts
+    assert await bus.processes("gateway") == {}
+
+
+async def roster_states(bus: Bus) -> list[str | None]:
+    return [fields.get("state") for fields in (await bus.processes("gateway")).values()]
+
+
+async def test_what_does_not_finish_in_time_is_aborted(
+    start: Callable[..., Any], engine: ScriptedEngine, port: int
+) -> None:
+    engine.script = saying([5], finish_reason=None)
+    gateway = await start(port, drain_timeout_s=0.2)
+    await gateway.wait_status("/ready", 200)
+    async with aiohttp.ClientSession() as http:
+        url = gateway.url + "/v1/completions"
+        body = {"prompt": "x", "stream": True, "max_tokens": 50}
+        async with http.post(url, json=body) as response:
+            code, said = await gateway.end()
+            with pytest.raises(aiohttp.ClientPayloadError):  # no end mark: it was cut
+                await response.text()
+    assert code == 0, said
+    await engine.wait_for(lambda: len(engine.aborts) == 1)
+
+
+async def test_gateways_of_a_pool_share_a_port(
+    start: Callable[..., Any], engine: ScriptedEngine, port: int, bus: Bus
+) -> None:
+    gateways = [await start(port), await start(port)]
+    async with asyncio.timeout(START_S):
+        while await roster_states(bus) != ["ready", "ready"]:
+            await asyncio.sleep(0.05)
+    await gateways[0].wait_status("/ready", 200)
+    assert await complete(gateways[0].url, max_tokens=50) == "hello world"
+    for gateway in gateways:
+        code, said = await gateway.end()
+        assert code == 0, said
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+async def test_a_port_of_somebody_else_is_refused(
+    start: Callable[..., Any], port: int, reuse: bool
+) -> None:
+    with socket.socket() as holder:
+        if reuse:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", port))
+        holder.listen()
+        code, said = await (await start(port)).ended()
+    assert code == 2
+    assert f"PORT={port}" in said
+    assert "Traceback" not in said
+
+
+async def test_a_model_that_cannot_be_served_ends_it_with_a_sentence(
+    start: Callable[..., Any], port: int, tmp_path: Path
+) -> None:
+    folder = write_model_folder(tmp_path / "m", TOKENIZER)
+    (folder / "tokenizer.json").write_text("{}")
+    code, said = await (await start(port, model=folder)).ended()
+    assert code == 2
+    assert f"MODEL={folder}" in said
+    assert "Traceback" not in said
