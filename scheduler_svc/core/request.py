@@ -80,6 +80,7 @@ class Request:
     stop_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.num_tokens_at_loss = len(self.token_ids)
         self.stop_ids = frozenset(self.sampling.eos_token_ids + self.sampling.stop_token_ids)
 
     @classmethod
@@ -109,9 +110,11 @@ class Request:
 
     def blame(self, *, was_alone: bool) -> None:
         """A worker was lost while this ran on it. That counts only if it got no further since."""
-        has_advanced = self.num_tokens > self.num_tokens_at_loss
-        self.num_losses = 1 if has_advanced else self.num_losses + 1
-        self.num_lone_losses += was_alone
+        if self.num_tokens > self.num_tokens_at_loss:
+            self.num_losses = self.num_lone_losses = 0
+        else:
+            self.num_losses += 1
+            self.num_lone_losses += was_alone
         self.num_tokens_at_loss = self.num_tokens
 
     @property
