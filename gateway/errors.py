@@ -14,6 +14,8 @@ from wire.messages import ErrorCode
 RETRY_SOON_S = 1
 RETRY_LATER_S = 5
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 
 class ApiError(Exception):
     """A request that gets no answer; the text is for the client."""
@@ -101,4 +103,4 @@ def from_engine(code: ErrorCode | None, message: str | None) -> ApiError:
 
 def strict_json(value: object) -> str:
     """Write JSON that any parser takes. ValueError for NaN and infinities."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _ENCODER.encode(value)

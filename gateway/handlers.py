@@ -32,6 +32,7 @@ from gateway.metrics import RequestTimes
 from gateway.openai import ChatBody, CompletionBody, GenerationBody, parse
 from gateway.readiness import ServedModel
 from gateway.sampling import check_prompt, check_request, sampling_params, sibling
+from wire.messages import SYSTEM_PRIORITY
 
 log = structlog.get_logger()
 
@@ -169,10 +170,10 @@ def _generation_requests(
 
 
 def _priority(request: web.Request, body: GenerationBody) -> int:
-    for name in _PRIORITY_HEADERS:
-        if (value := _header(request, name, lowest=-(2**63))) is not None:
-            return value
-    return body.priority
+    """Read how urgent a client is; however much it asks for, it is not of the system class."""
+    given = (_header(request, name, lowest=-(2**63)) for name in _PRIORITY_HEADERS)
+    asked = next((value for value in given if value is not None), body.priority)
+    return max(asked, SYSTEM_PRIORITY + 1)
 
 
 def _header(request: web.Request, name: str, lowest: int) -> int | None:

@@ -50,11 +50,12 @@ class Collector:
 
     async def get(self, timeout_s: float) -> dict[int, SequenceDelta]:
         """Wait for anything new and take it all, by sequence; empty if nothing came in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._ready.wait()
-        except TimeoutError:
-            return {}
+        if not self._slots:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._ready.wait()
+            except TimeoutError:
+                return {}
         self._ready.clear()
         slots, self._slots = self._slots, {}
         return slots

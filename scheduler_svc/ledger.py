@@ -6,7 +6,8 @@ Owns, per request, what a commit needs to know of it. Pure: it awaits nothing an
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from scheduler_svc.core.outputs import Finished, Outputs, Started
 from wire.bus import Commit
@@ -16,6 +17,7 @@ from wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishedRequest,
+    ResumeRequest,
     StartedRequest,
     request_numbers,
     token_ids,
@@ -30,8 +32,8 @@ class _Tracked:
     """A request that has not ended durably."""
 
     req_id: str
-    gateway: str
-    handle: int
+    followers: dict[str, int]  # gateway process -> its handle
+    is_resumable: bool
     num_saved: int  # output tokens in the checkpoint
     unsaved: array[int] = field(default_factory=token_ids)  # those after, in the log only
 
@@ -69,7 +71,8 @@ class Ledger:
         `num_saved` of its output tokens are in the checkpoint already; what it brings beyond is
         saved with the next one.
         """
-        tracked = _Tracked(request.req_id, request.gateway, request.handle, num_saved)
+        followers = {request.gateway: request.handle}
+        tracked = _Tracked(request.req_id, followers, request.resumable, num_saved)
         tracked.unsaved.extend(request.output_token_ids[num_saved:])
         self._tracked[req] = tracked
         self._by_req_id[request.req_id] = req
@@ -91,6 +94,26 @@ class Ledger:
         """Id of a request that is followed."""
         return self._tracked[req].req_id
 
+    def follow(self, req: int, resume: ResumeRequest, output: array[int]) -> None:
+        """Let a gateway follow a request; of `output`, all there is so far, it gets the rest."""
+        one = self._tracked[req]
+        one.followers[resume.gateway] = resume.handle
+        out = self._out(resume.gateway)
+        for index in range(resume.num_output_tokens, len(output)):
+            out.handles.append(resume.handle)
+            out.starts.append(index)
+            out.token_ids.append(output[index])
+
+    def deny(self, resume: ResumeRequest) -> None:
+        """Tell a gateway that there is no such request, or not with the prefix that it has."""
+        self._out(resume.gateway).unknown.append(resume.handle)
+
+    def drop(self, req: int) -> None:
+        """Forget a request without an end: another submission takes its place."""
+        one = self._tracked.pop(req)
+        del self._by_req_id[one.req_id]
+        self._batch.done_entries.append(entry_id(req))
+
     def control_done(self, entry: str) -> None:
         """The effect of a control entry is in the next commit; the entry goes with it."""
         self._batch.done_entries.append(entry)
@@ -108,60 +131,99 @@ class Ledger:
         for req, start, token in columns:
             one = tracked[req]
             one.unsaved.append(token)
-            out = self._out(one)
-            out.handles.append(one.handle)
-            out.starts.append(start)
-            out.token_ids.append(token)
+            for gateway, handle in one.followers.items():
+                out = self._out(gateway)
+                out.handles.append(handle)
+                out.starts.append(start)
+                out.token_ids.append(token)
         for finished in outputs.finished:
             self._finish(finished)
 
     def _start(self, started: Started, worker: str) -> None:
         one = self._tracked[started.req]
         queue_ms = round(started.queue_s * 1000)
-        self._out(one).started.append(
-            StartedRequest(one.handle, started.num_cached_tokens, queue_ms)
-        )
+        for gateway, handle in one.followers.items():
+            self._out(gateway).started.append(
+                StartedRequest(handle, started.num_cached_tokens, queue_ms)
+            )
         self._update(one, {"status": "running", "worker": worker, "queue_ms": queue_ms})
 
     def _finish(self, finished: Finished) -> None:
         one = self._tracked.pop(finished.req)
         del self._by_req_id[one.req_id]
-        self._out(one).finished.append(
-            FinishedRequest(
-                handle=one.handle,
-                num_output_tokens=finished.num_output_tokens,
-                finish_reason=finished.finish_reason,
-                stop_token_id=finished.stop_token_id,
-                error=finished.error,
-                error_code=finished.error_code,
-                num_preemptions=finished.num_preemptions,
+        for gateway, handle in one.followers.items():
+            self._out(gateway).finished.append(
+                FinishedRequest(
+                    handle=handle,
+                    num_output_tokens=finished.num_output_tokens,
+                    finish_reason=finished.finish_reason,
+                    stop_token_id=finished.stop_token_id,
+                    error=finished.error,
+                    error_code=finished.error_code,
+                    num_preemptions=finished.num_preemptions,
+                )
             )
-        )
         ending: dict[str, str | int] = {
             "status": "finished",
             "finish_reason": finished.finish_reason,
             "num_output_tokens": finished.num_output_tokens,
             "num_preemptions": finished.num_preemptions,
         }
+        if finished.stop_token_id is not None:
+            ending["stop_token_id"] = finished.stop_token_id
         if finished.error is not None:
             ending["error"] = finished.error
+            ending["error_code"] = finished.error_code or "internal"
         self._update(one, ending)
         self._batch.ended.append(one)
         self._batch.ended_entries.append((one.req_id, entry_id(finished.req)))
 
-    def _out(self, one: _Tracked) -> EngineCoreOutputs:
+    def _out(self, gateway: str) -> EngineCoreOutputs:
         outputs = self._batch.outputs
-        if (out := outputs.get(one.gateway)) is None:
-            out = outputs[one.gateway] = EngineCoreOutputs()
+        if (out := outputs.get(gateway)) is None:
+            out = outputs[gateway] = EngineCoreOutputs()
         return out
 
     def _update(self, one: _Tracked, fields: dict[str, str | int]) -> None:
         self._batch.updates.setdefault(one.req_id, {}).update(fields)
 
+    # ------------------------------------------------------------ gateways
+
+    def report(self, gateways: Iterable[str]) -> None:
+        """Tell these gateways all that is held for them, so that they notice what was lost."""
+        held: dict[str, array[int]] = {gateway: token_ids() for gateway in gateways}
+        for one in self._tracked.values():
+            for gateway, handle in one.followers.items():
+                if gateway in held:
+                    held[gateway].append(handle)
+        for gateway, handles in held.items():
+            self._batch.outputs[gateway] = replace(self._out(gateway), held=handles)
+
+    def followed_by(self, gateway: str) -> list[int]:
+        """Numbers of the requests that a gateway follows."""
+        return [req for req, one in self._tracked.items() if gateway in one.followers]
+
+    def followers(self) -> set[str]:
+        """All gateways that follow anything."""
+        return {gateway for one in self._tracked.values() for gateway in one.followers}
+
+    def unfollow(self, req: int, gateway: str) -> bool:
+        """Take a lost gateway off a request; True if nobody follows it any more."""
+        followers = self._tracked[req].followers
+        del followers[gateway]
+        return not followers
+
+    def is_resumable(self, req: int) -> bool:
+        """Whether the client asked to be able to come back to a request."""
+        return self._tracked[req].is_resumable
+
     # ------------------------------------------------------------ commits
 
-    def take(self, stats: dict[str, str | int | float]) -> Commit | None:
-        """Everything since the last time as one commit; None if there is nothing."""
+    def take(self, stats: dict[str, str | int | float], served: dict[str, float]) -> Commit | None:
+        """Everything since the last time as one commit; None if there is nothing.
+
+        `served` are the tenants' counters, which are saved with a checkpoint.
+        """
         if not self._batch:
             return None
         batch, self._batch = self._batch, _Batch()
@@ -177,6 +239,7 @@ class Ledger:
             checkpoints=[part for one in saving if (part := _save(one)) is not None],
             ended=batch.ended_entries,
             done_entries=batch.done_entries,
+            served=served if is_checkpoint or batch.ended else {},
             stats=stats,
         )
 

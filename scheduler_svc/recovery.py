@@ -14,7 +14,13 @@ import structlog
 from wire.bus import Bus, Entry
 from wire.codec import WireError, decode, decode_as
 from wire.keys import request_number
-from wire.messages import AbortRequest, CommittedTokens, EngineCoreRequest, token_ids
+from wire.messages import (
+    AbortRequest,
+    CommittedTokens,
+    EngineCoreRequest,
+    ResumeRequest,
+    token_ids,
+)
 
 log = structlog.get_logger()
 
@@ -33,21 +39,25 @@ class Found:
     """All that a new leader starts from."""
 
     in_flight: list[InFlight]
-    aborts: list[tuple[str, AbortRequest]]  # with their entry ids
+    controls: list[tuple[str, AbortRequest | ResumeRequest]]  # with their entry ids
+    served: dict[str, float]  # tenants' counters
     cursor: str  # last entry of `requests` that was read
 
 
-def understand(entry: Entry) -> EngineCoreRequest | AbortRequest:
+Submission = EngineCoreRequest | AbortRequest | ResumeRequest
+
+
+def understand(entry: Entry) -> Submission:
     """Decode an entry of `requests`. WireError if it is none."""
     message = decode(entry.body)
-    if not isinstance(message, EngineCoreRequest | AbortRequest):
+    if not isinstance(message, Submission):
         raise WireError(f"{type(message).__name__} does not belong into this stream")
     return message
 
 
 async def recover(bus: Bus) -> Found:
     """Read the state of the pool as it was committed."""
-    found = Found([], [], "0-0")
+    found = Found([], [], await bus.tenants(), "0-0")
     async for page in bus.scan(bus.keys.requests()):
         for entry in page:
             found.cursor = entry.entry_id
@@ -57,10 +67,10 @@ async def recover(bus: Bus) -> Found:
                 log.error("entry_buried", entry=entry.entry_id, error=str(error))
                 await bus.bury(entry, str(error))
                 continue
-            if isinstance(message, AbortRequest):
-                found.aborts.append((entry.entry_id, message))
-            else:
+            if isinstance(message, EngineCoreRequest):
                 found.in_flight.append(InFlight(request_number(entry.entry_id), message, 0))
+            else:
+                found.controls.append((entry.entry_id, message))
     logged = await _logged_tokens(bus)
     saved = await bus.tokens([one.request.req_id for one in found.in_flight])
     for one, data in zip(found.in_flight, saved, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from functools import partial
 
 import structlog
@@ -17,6 +18,7 @@ from scheduler_svc import recovery
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.gateways import Gateways
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.mirror import INTERVAL_S, Mirror
 from scheduler_svc.roster import Roster
@@ -24,12 +26,14 @@ from scheduler_svc.statistics import Statistics
 from wire.bus import Bus, BusDownError, Commit, Entry, FencedError, retrying
 from wire.codec import WireError, decode_as
 from wire.config import Settings, new_incarnation, process_id
-from wire.keys import arrival_ms, request_number
+from wire.keys import arrival_ms, entry_id, request_number
 from wire.messages import (
     AbortRequest,
     EngineCoreRequest,
     ModelRunnerOutput,
+    ResumeRequest,
     SchedulerOutput,
+    crc_of,
 )
 from wire.service import connect, heartbeat
 
@@ -128,6 +132,7 @@ class Leader:
         self._mirror = Mirror(bus)
         self._reader = bus.reader({}, max_block_ms=BLOCK_MS)
         self._roster = Roster(bus, settings, self._scheduler, self._reader, self._mirror)
+        self._gateways = Gateways(bus, settings, self._scheduler, self._ledger)
         self._uncommitted = asyncio.Event()
         self._num_commits = 0
         self._is_closing = False
@@ -142,6 +147,7 @@ class Leader:
             chores = [
                 group.create_task(self._renew()),
                 group.create_task(self._roster.watch()),
+                group.create_task(self._gateways.watch()),
                 group.create_task(self._mirror_forever()),
             ]
             group.create_task(self._commit_until_closed())
@@ -163,12 +169,11 @@ class Leader:
     async def _recover(self) -> None:
         started = time.monotonic()
         found = await retrying(partial(recovery.recover, self._bus))
+        self._scheduler.restore_served(found.served)
         for one in found.in_flight:
-            self._ledger.track(one.req, one.request, one.num_saved)
-            self._add_to_core(one.req, one.request)
-        for entry_id, abort in found.aborts:
-            self._abort(abort)
-            self._ledger.control_done(entry_id)
+            self._add(one.req, one.request, one.num_saved)
+        for entry, control in found.controls:
+            self._control(entry, control)
         self._collect()
         self._statistics.num_recovered = len(found.in_flight)
         self._reader.cursors[self._bus.keys.requests()] = found.cursor
@@ -213,23 +218,55 @@ class Leader:
 
     def _apply_request(self, entry: Entry) -> None:
         message = recovery.understand(entry)
-        if isinstance(message, AbortRequest):
-            self._abort(message)
-            self._ledger.control_done(entry.entry_id)
-        elif self._ledger.number(message.req_id) is not None:
-            self._ledger.control_done(entry.entry_id)  # submitted twice: the first one stands
+        if isinstance(message, EngineCoreRequest):
+            self._add(request_number(entry.entry_id), message)
         else:
-            req = request_number(entry.entry_id)
-            self._ledger.track(req, message)
-            self._add_to_core(req, message)
+            self._control(entry.entry_id, message)
 
-    def _add_to_core(self, req: int, request: EngineCoreRequest) -> None:
+    def _add(self, req: int, request: EngineCoreRequest, num_saved: int = 0) -> None:
+        """Take a request on. Of two submissions of one request, the client's longer prefix wins."""
+        if self._ledger.number(request.req_id) is not None:
+            self._collect()  # it may have ended just now
+        before = self._ledger.number(request.req_id)
+        if before is not None and self._covers(before, request):
+            prefix = request.output_token_ids
+            resume = ResumeRequest(request.req_id, request.gateway, request.handle, len(prefix))
+            self._ledger.follow(before, resume, self._output(before))
+            self._ledger.control_done(entry_id(req))
+            return
+        if before is not None:
+            self._ledger.drop(before)
+            self._scheduler.abort_request(before)
+            self._scheduler.take_outputs()  # its end is nobody's business
+        self._ledger.track(req, request, num_saved)
         self._scheduler.add_request(req, request, arrival_ms(req) / 1000)
 
-    def _abort(self, abort: AbortRequest) -> None:
-        req = self._ledger.number(abort.req_id)
-        if req is not None:
-            self._scheduler.abort_request(req, abort.reason, abort.num_output_tokens)
+    def _covers(self, req: int, request: EngineCoreRequest) -> bool:
+        prefix = request.output_token_ids
+        return self._output(req)[: len(prefix)] == prefix
+
+    def _output(self, req: int) -> array[int]:
+        return self._scheduler.requests[req].output_token_ids
+
+    def _control(self, entry: str, control: AbortRequest | ResumeRequest) -> None:
+        req = self._ledger.number(control.req_id)
+        if isinstance(control, ResumeRequest):
+            self._resume(req, control)
+        elif req is not None:
+            self._scheduler.abort_request(req, control.reason, control.num_output_tokens)
+        self._ledger.control_done(entry)
+
+    def _resume(self, req: int | None, resume: ResumeRequest) -> None:
+        self._collect()  # so that what is followed from here on is what comes after
+        if req is None or req not in self._scheduler.requests:
+            self._ledger.deny(resume)
+            return
+        output = self._output(req)
+        prefix = output[: resume.num_output_tokens]
+        if len(prefix) < resume.num_output_tokens or crc_of(prefix) != resume.crc:
+            self._ledger.deny(resume)
+            return
+        self._ledger.follow(req, resume, output)
 
     def _apply_result(self, entry: Entry) -> None:
         process = self._roster.process_with_results(entry.key)
@@ -291,7 +328,8 @@ class Leader:
         while not self._is_closing:
             await self._uncommitted.wait()
             self._uncommitted.clear()
-            if (commit := self._ledger.take(self._statistics.figures())) is not None:
+            commit = self._ledger.take(self._statistics.figures(), self._scheduler.served)
+            if commit is not None:
                 await self._commit(commit)
 
     async def _commit(self, commit: Commit) -> None:
@@ -341,6 +379,7 @@ def _config(settings: Settings) -> SchedulerConfig:
         deadline_action=settings.deadline_action,
         preemption_mode=settings.preemption_mode,
         preemption_victim=settings.preemption_victim,
+        max_worker_losses=settings.max_worker_losses,
     )
 
 

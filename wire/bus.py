@@ -38,6 +38,7 @@ from wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     ModelRunnerOutput,
+    ResumeRequest,
     SchedulerOutput,
 )
 from wire.stream import Entry, Reader, entries_of
@@ -86,6 +87,7 @@ class Commit:
     ended: list[tuple[str, str]] = field(default_factory=list)  # req_id, entry id
     done_entries: list[str] = field(default_factory=list)  # controls whose effect is committed
     stats: dict[str, str | int | float] = field(default_factory=dict)
+    served: dict[str, float] = field(default_factory=dict)  # tokens by tenant, weighted
 
 
 class Bus:
@@ -160,6 +162,19 @@ class Bus:
         args: list[Argument] = [abort.req_id, codec.encode(abort), round(LATE_SUBMIT_S * 1000)]
         await self._connection.script(_ABORT, keys, args)
 
+    async def resume(self, resume: ResumeRequest) -> None:
+        """Ask to follow a request; harmless to repeat."""
+        fields = ("kind", "resume", "id", resume.req_id, "body", codec.encode(resume))
+        await self._connection.command("XADD", self.keys.requests(), "*", *fields)
+
+    async def resubmit(self, request: EngineCoreRequest) -> None:
+        """Submit a request with the output that its client has; it takes the place of the first.
+
+        Passes whatever the queue's length: it was admitted once. Harmless to repeat.
+        """
+        fields = ("kind", "add", "id", request.req_id, "body", codec.encode(request))
+        await self._connection.command("XADD", self.keys.requests(), "*", *fields)
+
     # ------------------------------------------------------------ scheduler
 
     async def lead(
@@ -227,8 +242,15 @@ class Bus:
                 for process, outputs in commit.outputs.items()
             ],
             "stats": _flat(commit.stats),
+            "served": _flat(commit.served),
         }
-        keys = [self.keys.epoch(), self.keys.log(), self.keys.requests(), self.keys.stats()]
+        keys = [
+            self.keys.epoch(),
+            self.keys.log(),
+            self.keys.requests(),
+            self.keys.stats(),
+            self.keys.tenants(),
+        ]
         body, others = codec.encode(commit.tokens), codec.pack_for_script(part)
         await self._connection.script(_COMMIT, keys, [epoch, number, body, others])
 
@@ -293,6 +315,11 @@ class Bus:
     async def stats(self) -> dict[str, str]:
         """Read the pool's counters and gauges."""
         return await self._hash(self.keys.stats())
+
+    async def tenants(self) -> dict[str, float]:
+        """Read the counters of served tokens by tenant, as they were last saved."""
+        saved = await self._hash(self.keys.tenants())
+        return {name: float(value) for name, value in saved.items()}
 
     async def server(self) -> dict[str, str]:
         """Read what the server says of itself (`INFO server`)."""

@@ -175,6 +175,12 @@ class Settings(BaseSettings):
 
     # -- limits and times
     max_body_bytes: PositiveInt = Field(16 * 1024 * 1024, description="Largest HTTP request body.")
+    orphan_grace_s: Seconds = Field(
+        30, description="How long a resumable request runs on without any gateway."
+    )
+    max_worker_losses: PositiveInt = Field(
+        3, description="Workers lost to one request alone before it is ended with an error."
+    )
     retention_s: Seconds = Field(600, description="How long an ended request can be looked up.")
     leader_lease_s: Seconds = Field(1.5, description="How long a silent scheduler stays leader.")
     worker_timeout_s: Seconds = Field(1.5, description="Silence after which a worker is lost.")

@@ -125,6 +125,10 @@ class Keys:
 
     # -- figures
 
+    def tenants(self) -> str:
+        """Hash: tokens served by tenant, divided by its weight; saved with each checkpoint."""
+        return self._key("tenants")
+
     def stats(self) -> str:
         """Hash: counters and gauges of the pool."""
         return self._key("stats")

@@ -14,6 +14,8 @@ Words used below:
 
 from __future__ import annotations
 
+import sys
+import zlib
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -41,6 +43,14 @@ SYSTEM_PRIORITY = -(2**31)
 def token_ids(values: list[int] | bytes | None = None) -> IntArray:
     """Pack token ids; OverflowError or TypeError if one is not an unsigned 32-bit integer."""
     return array("I", values if values is not None else [])
+
+
+def crc_of(tokens: IntArray) -> int:
+    """CRC-32 of tokens, each as four bytes, little endian."""
+    if sys.byteorder == "big":
+        tokens = array("I", tokens)
+        tokens.byteswap()
+    return zlib.crc32(tokens.tobytes())
 
 
 def request_numbers(values: list[int] | None = None) -> IntArray:

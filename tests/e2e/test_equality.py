@@ -1,4 +1,4 @@
-"""The answers are the model's own: equal to `transformers` alone, token by token, however scheduled.
+"""The answers are the model's own: token by token what `transformers` alone would say.
 
 Float32 and greedy. A difference counts unless the reference's two best logits at that place lie
 within TIE of each other; how often that happened is printed, and expected to be never.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -42,8 +41,7 @@ def test_each_service_may_be_killed_and_it_serves_again(start: Callable[..., Run
         before = up.pids()[role]
         assert before is not None
         os.kill(before, signal.SIGKILL)
-        while up.pids().get(role) in (None, before):
-            time.sleep(0.3)
+        up.wait_replaced(role, before)
         assert up.complete(PROMPT) == answer, role
 
     again = up.run("up")

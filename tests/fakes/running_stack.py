@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +54,26 @@ class RunningStack:
     def wait_ready(self) -> None:
         """Wait for the line that scripts wait for."""
         assert self.process.stdout is not None
+        select.select([self.process.stdout], [], [], PATIENCE_S)
+        os.set_blocking(self.process.stdout.fileno(), False)
         line = self.process.stdout.readline()
         assert line == f"ready http://127.0.0.1:{self.port}\n", self.errors.read_text()[-2000:]
 
     def wait_said(self, text: str) -> None:
         """Wait until standard error has this."""
-        while text not in self.errors.read_text():
-            assert self.process.poll() is None, self.errors.read_text()[-2000:]
-            time.sleep(0.05)
+        self.wait_until(lambda: text in self.errors.read_text(), text, pause_s=0.05)
+
+    def wait_replaced(self, role: str, pid: int) -> None:
+        """Wait until another process has this role."""
+        self.wait_until(lambda: self.pids().get(role) not in (None, pid), f"another {role}")
+
+    def wait_until(self, is_so: Callable[[], bool], what: str, pause_s: float = 0.3) -> None:
+        """Ask again and again; fails if what was started ends, or takes too long."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not is_so():
+            is_on = self.process.poll() is None and time.monotonic() < deadline
+            assert is_on, f"never: {what}\n{self.errors.read_text()[-2000:]}"
+            time.sleep(pause_s)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run the command line beside it."""

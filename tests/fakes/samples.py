@@ -17,6 +17,7 @@ from wire.messages import (
     ModelRunnerOutput,
     NewRequestData,
     RequestError,
+    ResumeRequest,
     SamplingParams,
     SchedulerOutput,
     StartedRequest,
@@ -81,6 +82,7 @@ def every_message() -> list[Message]:
             output_token_ids=output,
         ),
         AbortRequest("r", "stop", 3),
+        ResumeRequest("r", "g.1", 1, 3, 4),
         SchedulerOutput(
             epoch=5,
             step_id=1,
@@ -99,6 +101,8 @@ def every_message() -> list[Message]:
             token_ids=output,
             started=[StartedRequest(1, 16, 3)],
             finished=[FinishedRequest(1, 4, "error", 3, "it broke", "internal", 2)],
+            unknown=[5],
+            held=output,
         ),
         CommittedTokens(request_numbers([2**63]), output, is_checkpoint=True),
     ]

@@ -1,12 +1,20 @@
-"""A gateway without HTTP: submits requests and collects what comes back, token by token."""
+"""A gateway without HTTP: submits requests and collects what comes back, token by token.
+
+Keeps the gateway's side of the recovery protocol: what the client has is the truth. On a gap, a
+contradiction or a report that does not know its request, it resumes under a new handle, and submits
+the request again with its prefix if the scheduler does not have it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from wire.bus import Bus, retrying
 from wire.codec import decode_as
@@ -16,10 +24,15 @@ from wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishedRequest,
+    ResumeRequest,
     SamplingParams,
     StartedRequest,
+    crc_of,
     token_ids,
 )
+from wire.service import heartbeat
+
+SILENCE_S = 2.0  # a report that comes so soon after a submission may not know of it yet
 
 
 @dataclass
@@ -29,39 +42,47 @@ class Stream:
     req_id: str
     prompt: list[int]
     sampling: SamplingParams
+    tenant: str = "default"
+    is_resumable: bool = False
     tokens: list[int] = field(default_factory=list)
+    handle: int = 0
+    asked_at: float = 0.0
     started: StartedRequest | None = None
     end: FinishedRequest | None = None
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    num_resumes: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def finished(self) -> FinishedRequest:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.end is not None)
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.end is not None)
         assert self.end is not None
         return self.end
 
     async def has_tokens(self, count: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: len(self.tokens) >= count)
+        async with self.changed:
+            await self.changed.wait_for(lambda: len(self.tokens) >= count)
 
 
 class StreamClient:
-    """One life of a gateway. AssertionError as soon as a token is lost, doubled or late."""
+    """One life of a gateway. AssertionError once a token is doubled or contradicts another."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, name: str = "g") -> None:
         self.bus = Bus.connect(settings)
-        self.process = f"g.{secrets.token_hex(4)}"
+        self.name, self.incarnation = name, secrets.token_hex(4)
+        self.process = f"{self.name}.{self.incarnation}"
         self._settings = settings
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, Stream] = {}  # by handle
+        self._handles = itertools.count(1)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StreamClient]:
         async with asyncio.TaskGroup() as group:
-            reading = group.create_task(self._read())
+            tasks = [group.create_task(self._read()), group.create_task(self._beat())]
             try:
                 yield self
             finally:
-                reading.cancel()
+                for task in tasks:
+                    task.cancel()
         await self.bus.close()
 
     async def submit(
@@ -71,7 +92,8 @@ class StreamClient:
         *,
         eos: int | None = None,
         seed: int | None = None,
-        output: list[int] | None = None,
+        tenant: str = "default",
+        is_resumable: bool = False,
     ) -> Stream:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -79,25 +101,57 @@ class StreamClient:
             seed=seed or 0,
             eos_token_ids=[] if eos is None else [eos],
         )
-        stream = Stream(secrets.token_hex(16), prompt, sampling, list(output or []))
-        handle = len(self._streams) + 1
-        self._streams[handle] = stream
-        request = EngineCoreRequest(
-            req_id=stream.req_id,
-            gateway=self.process,
-            handle=handle,
-            prompt_token_ids=token_ids(prompt),
-            sampling=sampling,
-            output_token_ids=token_ids(stream.tokens),
-        )
-        settings = self._settings
-        await retrying(
-            lambda: self.bus.submit([request], settings.max_queued_requests, settings.retention_s)
-        )
+        stream = Stream(secrets.token_hex(16), prompt, sampling, tenant, is_resumable)
+        request = self._request(stream)
+        limit, retention_s = self._settings.max_queued_requests, self._settings.retention_s
+        await retrying(partial(self.bus.submit, [request], limit, retention_s))
         return stream
 
     async def abort(self, stream: Stream) -> None:
-        await retrying(lambda: self.bus.abort(AbortRequest(stream.req_id)))
+        await retrying(partial(self.bus.abort, AbortRequest(stream.req_id)))
+
+    async def adopt(self, stream: Stream) -> Stream:
+        """Follow a request that another gateway submitted, from where its client stopped."""
+        copy = Stream(
+            stream.req_id, stream.prompt, stream.sampling, stream.tenant, stream.is_resumable
+        )
+        copy.tokens = list(stream.tokens)
+        await self._resume(copy)
+        return copy
+
+    # ------------------------------------------------------------ inside
+
+    def _request(self, stream: Stream) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            req_id=stream.req_id,
+            gateway=self.process,
+            handle=self._new_handle(stream),
+            prompt_token_ids=token_ids(stream.prompt),
+            sampling=stream.sampling,
+            tenant=stream.tenant,
+            resumable=stream.is_resumable,
+            output_token_ids=token_ids(stream.tokens),
+        )
+
+    def _new_handle(self, stream: Stream) -> int:
+        """What still comes under the old handle belongs to nobody."""
+        self._streams.pop(stream.handle, None)
+        stream.handle = next(self._handles)
+        stream.asked_at = time.monotonic()
+        self._streams[stream.handle] = stream
+        return stream.handle
+
+    async def _resume(self, stream: Stream) -> None:
+        stream.num_resumes += 1
+        handle, have = self._new_handle(stream), token_ids(stream.tokens)
+        resume = ResumeRequest(stream.req_id, self.process, handle, len(have), crc_of(have))
+        await retrying(partial(self.bus.resume, resume))
+
+    async def _beat(self) -> None:
+        ttl_s = 3 * self._settings.worker_timeout_s
+        await heartbeat(
+            self.bus, "gateway", self.name, self.incarnation, lambda: {"state": "ready"}, ttl_s
+        )
 
     async def _read(self) -> None:
         reader = self.bus.reader({self.bus.keys.out(self.process): "0-0"})
@@ -109,22 +163,63 @@ class StreamClient:
             await reader.close()
 
     async def _take(self, outputs: EngineCoreOutputs) -> None:
-        changed = set[int]()
         columns = zip(outputs.handles, outputs.starts, outputs.token_ids, strict=True)
         for handle, start, token in columns:
-            stream = self._streams[handle]
-            assert stream.end is None, "a token after the end"
-            assert start == len(stream.tokens), "a token is lost or doubled"
-            stream.tokens.append(token)
-            changed.add(handle)
+            if (stream := self._streams.get(handle)) is not None:
+                await self._take_token(stream, start, token)
         for one in outputs.started:
-            self._streams[one.handle].started = one
+            if one.handle in self._streams:
+                self._streams[one.handle].started = one
         for end in outputs.finished:
-            stream = self._streams[end.handle]
-            assert stream.end is None, "two ends"
-            stream.end = end
-            changed.add(end.handle)
-        for handle in changed:
-            stream = self._streams[handle]
-            async with stream._changed:
-                stream._changed.notify_all()
+            if (stream := self._streams.get(end.handle)) is not None:
+                await self._take_end(stream, end)
+        for handle in outputs.unknown:
+            await self._submit_again(handle)
+        if outputs.held is not None:
+            await self._compare(set(outputs.held))
+        for handle in {*outputs.handles, *(end.handle for end in outputs.finished)}:
+            if (stream := self._streams.get(handle)) is not None:
+                async with stream.changed:
+                    stream.changed.notify_all()
+
+    async def _take_token(self, stream: Stream, start: int, token: int) -> None:
+        have = stream.tokens
+        if start > len(have) or (start < len(have) and have[start] != token):
+            await self._resume(stream)
+        elif start == len(have):
+            assert stream.end is None, "a token after the end"
+            have.append(token)
+
+    async def _take_end(self, stream: Stream, end: FinishedRequest) -> None:
+        if end.num_output_tokens > len(stream.tokens):
+            await self._resume(stream)
+            return
+        assert stream.end is None, "two ends"
+        stream.end = end
+
+    async def _submit_again(self, handle: int) -> None:
+        """The scheduler does not know the request: it has ended, or Redis has lost it."""
+        stream = self._streams.get(handle)
+        if stream is None or stream.end is not None:
+            return
+        known = await retrying(partial(self.bus.request, stream.req_id))
+        if known.get("status") == "finished":
+            await self._read_the_end(stream, known)
+            return
+        await retrying(partial(self.bus.resubmit, self._request(stream)))
+
+    async def _read_the_end(self, stream: Stream, known: dict[str, str]) -> None:
+        (data,) = await retrying(partial(self.bus.tokens, [stream.req_id]))
+        output = token_ids(data).tolist()
+        assert output[: len(stream.tokens)] == stream.tokens, "the record contradicts the client"
+        async with stream.changed:
+            stream.tokens[:] = output
+            reason = known["finish_reason"]
+            stream.end = FinishedRequest(stream.handle, len(output), reason)  # type: ignore[arg-type]  # as it was written
+            stream.changed.notify_all()
+
+    async def _compare(self, held: set[int]) -> None:
+        deadline = time.monotonic() - SILENCE_S
+        for handle, stream in list(self._streams.items()):
+            if handle not in held and stream.end is None and stream.asked_at < deadline:
+                await self._resume(stream)

@@ -1,4 +1,4 @@
-"""The whole stack as a person starts it: `pagestream up` in a process of its own, and what it shows.
+"""The whole stack as a person starts it: `pagestream up` in a process of its own.
 
 Owns the process and the folder it works in. Nothing of it is left after `close`.
 """

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from scheduler_svc import gateways
 from scheduler_svc.service import serve
 from tests.fakes.oracle_worker import VOCAB, OracleWorker
 from tests.fakes.paged_oracle import generate
@@ -253,3 +254,85 @@ async def test_people_can_read_the_queues(settings: Settings, bus: Bus) -> None:
         await stream.finished()
         ended = await bus.request(stream.req_id)
         assert (ended["status"], ended["finish_reason"]) == ("finished", "abort")
+
+
+async def test_another_gateway_continues_a_stream(settings: Settings) -> None:
+    async with (
+        scheduler(settings),
+        OracleWorker(settings).running(),
+        StreamClient(settings, "other").running() as other,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        async with StreamClient(settings, "first").running() as first:
+            stream = await first.submit([1, 2, 3], 600, is_resumable=True)
+            await stream.has_tokens(50)
+        copy = await other.adopt(stream)
+        await copy.finished()
+        assert copy.tokens == want(copy)
+
+
+async def test_two_gateways_may_follow_one_request(settings: Settings) -> None:
+    async with (
+        pool(settings) as first,
+        StreamClient(settings, "other").running() as other,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        stream = await first.submit([1, 2, 3], 400)
+        await stream.has_tokens(50)
+        copy = await other.adopt(stream)
+        await asyncio.gather(stream.finished(), copy.finished())
+        assert stream.tokens == copy.tokens == want(copy)
+
+
+async def test_what_nobody_follows_is_ended_and_what_may_come_back_is_not(
+    settings: Settings, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateways, "SILENCE_S", 0.2)
+    short_lived = settings.model_copy(update={"worker_timeout_s": 0.3})
+    async with (
+        scheduler(settings),
+        OracleWorker(settings).running() as worker,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        async with StreamClient(short_lived).running() as client:
+            plain = await client.submit([1, 2, 3], 3000)
+            resumable = await client.submit([1, 2, 3], 3000, is_resumable=True)
+            await plain.has_tokens(5)
+            await resumable.has_tokens(5)
+            worker.may_run.clear()
+
+        async def is_ended() -> bool:
+            return (await bus.request(plain.req_id))["status"] == "finished"
+
+        await until(is_ended)
+        assert (await bus.request(resumable.req_id))["status"] == "running"
+        worker.may_run.set()
+
+
+async def test_a_redis_that_lost_everything_loses_no_request(redis_server: RedisServer) -> None:
+    settings = load(redis_url=redis_server.url)
+    async with pool(settings) as client, asyncio.timeout(PATIENCE_S):
+        streams = [await client.submit([i] * 5, 600, seed=i) for i in range(6)]
+        await streams[0].has_tokens(100)
+        redis_server.restart()  # without AOF: everything is gone
+        for stream in streams:
+            await stream.finished()
+            assert stream.tokens == want(stream)
+        assert any(stream.num_resumes for stream in streams)
+
+
+async def test_tenants_counters_survive_the_scheduler(settings: Settings, bus: Bus) -> None:
+    async with (
+        OracleWorker(settings).running(),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        async with scheduler(settings):
+            stream = await client.submit([1] * 30, 20, tenant="a")
+            await stream.finished()
+        before = await bus.tenants()
+        assert before["a"] >= 49
+        async with scheduler(settings):
+            stream = await client.submit([2] * 30, 20, tenant="a")
+            await stream.finished()
+        assert (await bus.tenants())["a"] >= before["a"] + 49

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- The commit point: tokens exist once this has run. All of it, or nothing.
--- KEYS: epoch, log, requests, stats
+-- KEYS: epoch, log, requests, stats, tenants
 -- ARGV: epoch, number of the commit (dense, from 1 in each epoch), body for the log, msgpack of
 --   {trim    = 1 to drop the log before this entry,
 --    updates = {{req key, {field, value, …}}, …},
@@ -9,6 +9,7 @@
 --    entries = {entry id, …}      further entries of `requests` that are done with,
 --    outs    = {{out key, body}, …},
 --    stats   = {field, value, …},
+--    served  = {tenant, tokens, …},
 --    retention = ms, out_length = entries}
 -- Returns "OK", or "DONE" if this very commit was applied before.
 -- Errors: FENCED if another epoch leads or has committed, GAP if an earlier commit is missing. Both
@@ -52,4 +53,5 @@ for _, one in ipairs(part.outs) do
   redis.pcall('PEXPIRE', one[1], part.retention)
 end
 if #part.stats > 0 then redis.pcall('HSET', KEYS[4], unpack(part.stats)) end
+if #part.served > 0 then redis.pcall('HSET', KEYS[5], unpack(part.served)) end
 return 'OK'

@@ -13,6 +13,7 @@ from tests.fakes.gateway_world import (
     ids_of,
 )
 from tests.fakes.scripted_engine import Script, saying
+from wire.messages import SYSTEM_PRIORITY
 
 pytestmark = pytest.mark.redis
 
@@ -68,6 +69,12 @@ async def test_headers_win_over_the_body(world: World) -> None:
     first, second = world.engine.requests
     assert (first.priority, first.deadline_ms) == (-3, 1000)
     assert (second.priority, second.deadline_ms) == (4, 99)
+
+
+async def test_no_client_is_of_the_system_class(world: World) -> None:
+    await world.complete("hello", priority=-(2**63))
+    await world.post("/v1/completions", {"prompt": "x"}, **{"X-Priority": str(SYSTEM_PRIORITY)})
+    assert all(request.priority > SYSTEM_PRIORITY for request in world.engine.requests)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from pagestream.child import Child, Log, how_it_ended
 from pagestream.keeper import Keeper
 from pagestream.plan import Service
 
+PATIENCE_S = 20.0
+
 
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Log]:
@@ -37,8 +39,9 @@ def make_child(log: Log) -> Callable[..., Child]:
 
 async def line_of(child: Child) -> str:
     """The next line that a child writes."""
-    while not (lines := child.log.new_lines()):  # noqa: ASYNC110 - a file tells nobody
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        while not (lines := child.log.new_lines()):
+            await asyncio.sleep(0.01)
     return lines[0]
 
 
@@ -86,13 +89,14 @@ async def test_what_a_child_has_started_ends_with_it(make_child: Callable[..., C
     child = make_child(
         """
         import subprocess, sys
-        print(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE).pid)
+        print(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid)
         """
     )
     assert await child.live() == 0
     grandchild = int(await line_of(child))
-    while is_alive(grandchild):  # noqa: ASYNC110 - no child of ours: nobody tells
-        await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        while is_alive(grandchild):
+            await asyncio.sleep(0.01)
 
 
 def test_a_child_dies_with_its_parent_however_that_ends(tmp_path: Path) -> None:
@@ -140,7 +144,8 @@ async def test_a_child_that_dies_is_started_again(make_child: Callable[..., Chil
     keeper = Keeper(child, on_death)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(keeper.keep())
-        await third.wait()
+        async with asyncio.timeout(PATIENCE_S):
+            await third.wait()
         await keeper.stop()
     assert [code for code, _ in deaths] == [-signal.SIGKILL] * 3
     pauses = [pause_s for _, pause_s in deaths]
@@ -160,6 +165,18 @@ async def test_a_child_that_is_asked_to_stop_is_not_started_again(
     assert child.pid is None
 
 
+async def test_a_child_that_is_asked_to_stop_while_it_is_made_stops(
+    make_child: Callable[..., Child],
+) -> None:
+    child = make_child("import signal; signal.pause()")
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        life = tasks.create_task(child.live())
+        await asyncio.sleep(0)  # now it is being made
+        assert child.pid is None
+        child.ask_to_stop()
+        assert await life == -signal.SIGTERM
+
+
 async def test_a_child_that_ignores_the_request_is_made_to_stop(
     make_child: Callable[..., Child],
 ) -> None:
@@ -177,6 +194,7 @@ async def test_a_child_that_ignores_the_request_is_made_to_stop(
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(keeper.keep())
         assert await line_of(child) == "alive"
-        await keeper.stop()
+        async with asyncio.timeout(PATIENCE_S):
+            await keeper.stop()
     assert await line_of(child) == "no"
     assert child.pid is None

@@ -1,0 +1,165 @@
+"""Triton's interpreter, made right for bfloat16 and float8, so that a machine without a GPU can
+run kernels.
+
+As shipped it does bfloat16 and float8 arithmetic on the raw bits. Here their operands become
+float32, the operation is done there, and the result is rounded to nearest even, as a GPU does;
+what is too large for a float8 becomes its largest value.
+
+`install` comes before any module of `kernels` is imported: a function is made for the interpreter
+or for the compiler when it is decorated. It sets no environment variable, for a process that a test
+starts must not inherit it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from triton.runtime import interpreter
+
+_TORCH = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+    tl.float8e4b8: torch.float8_e4m3fnuz,
+    tl.float8e5b16: torch.float8_e5m2fnuz,
+}
+_COMPARISONS = {
+    np.less,
+    np.less_equal,
+    np.greater,
+    np.greater_equal,
+    np.equal,
+    np.not_equal,
+}
+
+Array = NDArray[Any]
+
+
+def install() -> None:
+    """Run kernels that are decorated from now on in the interpreter, with right arithmetic."""
+    if triton.knobs.runtime.interpret:
+        return
+    if early := [name for name in sys.modules if name.startswith("kernels.")]:
+        raise RuntimeError(f"{', '.join(early)} came before the interpreter: already compiled")
+    propagates, triton.knobs.propagate_env = triton.knobs.propagate_env, False
+    triton.knobs.runtime.interpret = True
+    triton.knobs.propagate_env = propagates
+    _patch_builder(interpreter.InterpreterBuilder)
+    _patch_sum(interpreter.ReduceOps)
+
+
+def _is_narrow(handle: Any) -> bool:
+    return handle.dtype.scalar in _TORCH
+
+
+def _widened(data: Array, dtype: tl.dtype) -> Array:
+    """Bits of `dtype` as float32; anything else as it is."""
+    if dtype not in _TORCH:
+        return data
+    bits = np.array(data, order="C", copy=True)
+    bits = bits.view(np.uint8 if bits.itemsize == 1 else np.int16)
+    numbers = torch.from_numpy(bits.reshape(-1)).view(_TORCH[dtype]).float()
+    return numbers.numpy().reshape(np.shape(data))
+
+
+def _narrowed(data: Array, dtype: tl.dtype) -> Array:
+    """Numbers as the bits of `dtype`, rounded to nearest even."""
+    numbers = torch.from_numpy(np.array(data, dtype=np.float32, order="C", copy=True).reshape(-1))
+    target = _TORCH[dtype]
+    if target.itemsize == 1:
+        largest = torch.finfo(target).max
+        numbers = torch.where(numbers.isnan(), numbers, numbers.clamp(-largest, largest))
+        bits = numbers.to(target).view(torch.uint8).numpy()
+    else:
+        bits = numbers.to(target).view(torch.int16).numpy().view(np.uint16)
+    return bits.reshape(np.shape(data))
+
+
+def _handle(data: Array, dtype: tl.dtype) -> Any:
+    return interpreter.TensorHandle(_narrowed(data, dtype) if dtype in _TORCH else data, dtype)
+
+
+def _widened_handle(handle: Any) -> Array:
+    return _widened(handle.data, handle.dtype.scalar)
+
+
+def _converted(source: Any, target: tl.dtype) -> Any:
+    data = _widened_handle(source)
+    if target.scalar not in _TORCH:
+        data = data.astype(interpreter._get_np_dtype(target))
+    return _handle(data, target.scalar)
+
+
+def _patch_builder(builder: Any) -> None:
+    """Wrap what the interpreter does to numbers."""
+
+    def wrap(name: str, is_ours: Callable[..., bool], replacement: Callable[..., Any]) -> None:
+        original = getattr(builder, name)
+
+        def wrapped(self: Any, *arguments: Any) -> Any:
+            return replacement(*arguments) if is_ours(*arguments) else original(self, *arguments)
+
+        setattr(builder, name, wrapped)
+
+    def first_is_narrow(first: Any, *_others: Any) -> bool:
+        return _is_narrow(first)
+
+    def third_is_narrow(_first: Any, _second: Any, third: Any, *_others: Any) -> bool:
+        return _is_narrow(third)
+
+    def converts_narrow(source: Any, target: tl.dtype, *_others: Any) -> bool:
+        return _is_narrow(source) or target.scalar in _TORCH
+
+    def unary(operand: Any, operation: Callable[..., Array]) -> Any:
+        return _handle(operation(_widened_handle(operand)), operand.dtype.scalar)
+
+    def binary(left: Any, right: Any, operation: Callable[..., Array]) -> Any:
+        data = operation(_widened_handle(left), _widened_handle(right))
+        return _handle(data, tl.int1 if operation in _COMPARISONS else left.dtype.scalar)
+
+    def ternary(left: Any, right: Any, other: Any, operation: Callable[..., Array]) -> Any:
+        operands = (_widened_handle(operand) for operand in (left, right, other))
+        return _handle(operation(*operands), other.dtype.scalar)
+
+    def fma(left: Any, right: Any, other: Any) -> Any:
+        product = _widened_handle(left).astype(np.float64) * _widened_handle(right)
+        return _handle(product + _widened_handle(other), other.dtype.scalar)
+
+    def dot(left: Any, right: Any, total: Any, *_options: Any) -> Any:
+        product = np.matmul(_widened_handle(left), _widened_handle(right), dtype=total.data.dtype)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    def convert(source: Any, target: tl.dtype, *_rounding: Any) -> Any:
+        return _converted(source, target)
+
+    def computes_narrow(left: Any, right: Any, other: Any, operation: Any) -> bool:
+        return operation is not np.where and _is_narrow(other)
+
+    wrap("unary_op", first_is_narrow, unary)
+    wrap("binary_op", first_is_narrow, binary)
+    wrap("ternary_op", computes_narrow, ternary)
+    wrap("create_fma", third_is_narrow, fma)
+    wrap("create_dot", lambda *_arguments: True, dot)
+    wrap("cast_impl", converts_narrow, convert)
+    wrap("create_fp_to_fp", converts_narrow, convert)
+
+
+def _patch_sum(reductions: Any) -> None:
+    original = reductions.sum
+
+    def narrow_sum(self: Any, values: Any) -> Any:
+        dtype = values.handle.dtype.scalar
+        if dtype not in _TORCH:
+            return original(self, values)
+        wide = _widened_handle(values.handle)
+        total = np.sum(wide, axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(_narrowed(total, dtype), values.dtype)
+
+    reductions.sum = narrow_sum
