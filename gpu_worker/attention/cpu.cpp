@@ -1,0 +1,312 @@
+// Ragged paged attention on the CPU, and the cache write beside it.
+//
+// Compiled for one head size at a time (see cpu.py): DK and DV are the key and value sizes, VL is
+// the number of floats in a vector register of this machine.
+//
+// The cache of a layer, for each block and key/value head h:
+//     K  [block][h][group][DK][16]   16 tokens side by side: scores need no sum across a register
+//     V  [block][h][token][DV]
+// where a group is 16 tokens; a block holds block_size / 16 groups.
+//
+// A *tile* is up to R query rows of one sequence and one kv head: query position and head of the
+// group (GQA) packed together, so that each key and value that is loaded serves R rows. A row sees
+// the keys [first, last). Softmax is online, in powers of two.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+constexpr int GROUP = 16;              // tokens of a group
+constexpr int LANES = GROUP / VL;      // registers that hold one number for each token of a group
+constexpr int R = 12;                  // rows of a full tile
+constexpr float LOG2E = 1.44269504f;
+constexpr float NONE = -INFINITY;
+
+static_assert(GROUP % VL == 0 && DV % VL == 0, "sizes are multiples of the vector length");
+
+typedef float vec __attribute__((vector_size(VL * 4)));
+typedef int32_t ivec __attribute__((vector_size(VL * 4)));
+typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
+typedef uint16_t hvec __attribute__((vector_size(VL * 2)));
+
+// ------------------------------------------------------------------ numbers
+
+inline float to_float(float x) { return x; }
+inline float to_float(uint16_t x) {  // bfloat16: the upper half of a float
+    uint32_t bits = uint32_t(x) << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+inline void put(float *p, float v) { *p = v; }
+inline void put(uint16_t *p, float v) {  // round to nearest even
+    uint32_t bits;
+    memcpy(&bits, &v, 4);
+    *p = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+inline vec load(const float *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+inline vec load(const uint16_t *p) {
+    hvec h;
+    memcpy(&h, p, sizeof h);
+    return (vec)(__builtin_convertvector(h, uvec) << 16);
+}
+inline vec all(float x) { return vec{} + x; }
+inline vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+
+inline vec exp2v(vec x) {  // x <= 0; relative error < 2e-7 (Taylor, degree 6, on [-0.5, 0.5])
+    x = pick(x < all(-126.f), all(-126.f), x);
+    ivec n = __builtin_convertvector(x - 0.5f, ivec);
+    vec f = x - __builtin_convertvector(n, vec);
+    vec p = all(1.5403530e-4f);
+    p = p * f + 1.3333558e-3f;
+    p = p * f + 9.6181291e-3f;
+    p = p * f + 5.5504109e-2f;
+    p = p * f + 2.4022651e-1f;
+    p = p * f + 6.9314718e-1f;
+    p = p * f + 1.f;
+    return p * (vec)((n + 127) << 23);
+}
+inline vec tanhv(vec y) {  // by exp2 of something <= 0, so that nothing overflows
+    vec a = pick(y < all(0.f), -y, y);
+    vec e = exp2v(a * (-2.f * LOG2E));
+    vec t = (1.f - e) / (1.f + e);
+    return pick(y < all(0.f), -t, t);
+}
+inline float max_of(vec v) {
+    float m = v[0];
+    for (int i = 1; i < VL; i++) m = std::max(m, v[i]);
+    return m;
+}
+inline float sum_of(vec v) {
+    float s = 0;
+    for (int i = 0; i < VL; i++) s += v[i];
+    return s;
+}
+
+// ------------------------------------------------------------------ one tile
+
+struct Layer {
+    int64_t num_kv_heads, block_size;
+    float scale;    // of the scores
+    float softcap;  // 0: none
+};
+
+template <class T>
+struct Row {
+    const T *query;  // DK numbers
+    T *out;          // DV numbers
+    int64_t first, last;
+    float sink;  // NONE: the head has none
+};
+
+template <class T, int N>
+void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64_t *blocks,
+                 int64_t head, const Layer &layer) {
+    constexpr int W = DV / VL;
+    alignas(64) float q[DK][N];
+    vec acc[N][W];
+    float top[N], total[N];  // running maximum, and sum of powers of two, of each row
+    int64_t begin = rows[0].first, end = rows[0].last, full_begin = begin, full_end = end;
+    // With a soft cap the scores are capped before they become exponents of two.
+    const float factor = layer.softcap > 0 ? layer.scale / layer.softcap : layer.scale * LOG2E;
+    for (int r = 0; r < N; r++) {
+        top[r] = rows[r].sink == NONE ? NONE : rows[r].sink * LOG2E;
+        total[r] = rows[r].sink == NONE ? 0.f : 1.f;
+        for (int d = 0; d < DK; d++) q[d][r] = to_float(rows[r].query[d]) * factor;
+        for (int w = 0; w < W; w++) acc[r][w] = vec{};
+        begin = std::min(begin, rows[r].first);
+        end = std::max(end, rows[r].last);
+        full_begin = std::max(full_begin, rows[r].first);
+        full_end = std::min(full_end, rows[r].last);
+    }
+    vec lane;
+    for (int i = 0; i < VL; i++) lane[i] = float(i);
+
+    const int64_t groups_per_block = layer.block_size / GROUP;
+    for (int64_t g = begin / GROUP; g * GROUP < end; g++) {
+        const int64_t t0 = g * GROUP;
+        const int64_t at = blocks[g / groups_per_block] * layer.num_kv_heads + head;
+        const int64_t in_block = g % groups_per_block;
+        const T *k = keys + (at * groups_per_block + in_block) * DK * GROUP;
+        const T *v = values + (at * layer.block_size + in_block * GROUP) * DV;
+        if ((g + 1) * GROUP < end) {  // the next group is somewhere else in memory
+            const int64_t next = blocks[(g + 1) / groups_per_block] * layer.num_kv_heads + head;
+            const int64_t inner = (g + 1) % groups_per_block;
+            const char *nk = (const char *)(keys + (next * groups_per_block + inner) * DK * GROUP);
+            const char *nv = (const char *)(values + (next * layer.block_size + inner * GROUP) * DV);
+            for (size_t o = 0; o < DK * GROUP * sizeof(T); o += 64) __builtin_prefetch(nk + o);
+            for (size_t o = 0; o < DV * GROUP * sizeof(T); o += 64) __builtin_prefetch(nv + o);
+        }
+
+        vec s[N][LANES];
+        for (int r = 0; r < N; r++)
+            for (int l = 0; l < LANES; l++) s[r][l] = vec{};
+        for (int d = 0; d < DK; d++)
+            for (int l = 0; l < LANES; l++) {
+                const vec kd = load(k + d * GROUP + l * VL);
+                for (int r = 0; r < N; r++) s[r][l] += kd * q[d][r];
+            }
+
+        const bool is_edge = t0 < full_begin || t0 + GROUP > full_end;
+        alignas(64) float p[GROUP][N];
+        for (int r = 0; r < N; r++) {
+            float peak = top[r];
+            for (int l = 0; l < LANES; l++) {
+                if (layer.softcap > 0) s[r][l] = tanhv(s[r][l]) * (layer.softcap * LOG2E);
+                if (is_edge) {
+                    const vec t = lane + float(l * VL);
+                    const ivec seen = (t >= all(float(rows[r].first - t0))) &
+                                      (t < all(float(rows[r].last - t0)));
+                    s[r][l] = pick(seen, s[r][l], all(NONE));
+                }
+                peak = std::max(peak, max_of(s[r][l]));
+            }
+            if (peak == NONE) {  // this row sees nothing yet
+                for (int t = 0; t < GROUP; t++) p[t][r] = 0.f;
+                continue;
+            }
+            if (peak > top[r]) {
+                const float shrink = std::exp2(top[r] - peak);
+                total[r] *= shrink;
+                for (int w = 0; w < W; w++) acc[r][w] *= shrink;
+                top[r] = peak;
+            }
+            for (int l = 0; l < LANES; l++) {
+                vec e = exp2v(s[r][l] - peak);
+                if (is_edge) e = pick(s[r][l] > all(NONE), e, vec{});
+                total[r] += sum_of(e);
+                for (int i = 0; i < VL; i++) p[l * VL + i][r] = e[i];
+            }
+        }
+
+        // Beyond the end the cache may hold anything, NaN among it: it is not read.
+        const int from = int(std::max<int64_t>(begin - t0, 0));
+        const int to = int(std::min<int64_t>(end - t0, GROUP));
+        for (int w = 0; w < W; w++) {  // one slice of N accumulators stays in registers
+            vec a[N];
+            for (int r = 0; r < N; r++) a[r] = acc[r][w];
+            for (int t = from; t < to; t++) {
+                const vec vt = load(v + t * DV + w * VL);
+                for (int r = 0; r < N; r++) a[r] += vt * p[t][r];
+            }
+            for (int r = 0; r < N; r++) acc[r][w] = a[r];
+        }
+    }
+    for (int r = 0; r < N; r++) {
+        const float share = total[r] > 0 ? 1.f / total[r] : 0.f;
+        for (int w = 0; w < W; w++)
+            for (int i = 0; i < VL; i++) put(rows[r].out + w * VL + i, acc[r][w][i] * share);
+    }
+}
+
+template <class T>
+void attend_tile(const Row<T> *rows, int n, const T *keys, const T *values, const int64_t *blocks,
+                 int64_t head, const Layer &layer) {
+    while (n > 0) {
+        int step;
+        switch (n) {
+            case 1: step = 1; attend_rows<T, 1>(rows, keys, values, blocks, head, layer); break;
+            case 2: step = 2; attend_rows<T, 2>(rows, keys, values, blocks, head, layer); break;
+            case 3: step = 3; attend_rows<T, 3>(rows, keys, values, blocks, head, layer); break;
+            case 4: case 5: step = 4; attend_rows<T, 4>(rows, keys, values, blocks, head, layer); break;
+            case 6: case 7: step = 6; attend_rows<T, 6>(rows, keys, values, blocks, head, layer); break;
+            case 8: case 9: case 10: case 11:
+                step = 8; attend_rows<T, 8>(rows, keys, values, blocks, head, layer); break;
+            default: step = R; attend_rows<T, R>(rows, keys, values, blocks, head, layer);
+        }
+        rows += step;
+        n -= step;
+    }
+}
+
+// ------------------------------------------------------------------ one layer of a step
+
+struct Step {  // as cpu.py fills it; all addresses are of int64 arrays
+    const int64_t *query_start_loc, *seq_lens, *slots, *block_tables;
+    int64_t num_seqs, num_tokens, table_stride, num_heads, num_kv_heads, block_size;
+};
+
+template <class T>
+void attend(const Step &step, const T *query, int64_t token_stride, int64_t head_stride,
+            const T *keys, const T *values, float scale, int64_t window, float softcap,
+            const float *sinks, T *out) {
+    const int64_t per_kv = step.num_heads / step.num_kv_heads;
+    const Layer layer{step.num_kv_heads, step.block_size, scale, softcap};
+    std::vector<int64_t> first_tile(step.num_seqs + 1);  // of each sequence
+    for (int64_t s = 0, tile = 0; s <= step.num_seqs; s++) {
+        first_tile[s] = tile;
+        if (s < step.num_seqs) {
+            const int64_t n = step.query_start_loc[s + 1] - step.query_start_loc[s];
+            tile += (n * per_kv + R - 1) / R;
+        }
+    }
+    const int64_t num_items = first_tile[step.num_seqs] * step.num_kv_heads;
+#pragma omp parallel for schedule(dynamic, 2)
+    for (int64_t item = 0; item < num_items; item++) {
+        // The last tiles of a prompt see the most keys: they go first.
+        const int64_t tile = first_tile[step.num_seqs] - 1 - item / step.num_kv_heads;
+        const int64_t head = item % step.num_kv_heads;
+        const auto found = std::upper_bound(first_tile.begin(), first_tile.end(), tile);
+        const int64_t s = found - first_tile.begin() - 1;
+        const int64_t start = step.query_start_loc[s], n = step.query_start_loc[s + 1] - start;
+        const int64_t row = (tile - first_tile[s]) * R, num_before = step.seq_lens[s] - n;
+        const int num_rows = int(std::min<int64_t>(R, n * per_kv - row));
+        Row<T> rows[R];
+        for (int r = 0; r < num_rows; r++) {
+            const int64_t i = (row + r) / per_kv, h = head * per_kv + (row + r) % per_kv;
+            const int64_t last = num_before + i + 1;
+            rows[r].query = query + (start + i) * token_stride + h * head_stride;
+            rows[r].out = out + ((start + i) * step.num_heads + h) * DV;
+            rows[r].first = window > 0 ? std::max<int64_t>(0, last - window) : 0;
+            rows[r].last = last;
+            rows[r].sink = sinks ? sinks[h] : NONE;
+        }
+        attend_tile(rows, num_rows, keys, values, step.block_tables + s * step.table_stride, head,
+                    layer);
+    }
+}
+
+template <class T>
+void write(const Step &step, const T *key, int64_t k_token, int64_t k_head, const T *value,
+           int64_t v_token, int64_t v_head, T *keys, T *values) {
+    const int64_t groups_per_block = step.block_size / GROUP;
+#pragma omp parallel for schedule(static) if (step.num_tokens > 64)
+    for (int64_t t = 0; t < step.num_tokens; t++) {
+        if (step.slots[t] < 0) continue;
+        const int64_t block = step.slots[t] / step.block_size, place = step.slots[t] % step.block_size;
+        for (int64_t h = 0; h < step.num_kv_heads; h++) {
+            const int64_t at = block * step.num_kv_heads + h;
+            T *k = keys + (at * groups_per_block + place / GROUP) * DK * GROUP + place % GROUP;
+            const T *from = key + t * k_token + h * k_head;
+            for (int d = 0; d < DK; d++) k[d * GROUP] = from[d];
+            memcpy(values + (at * step.block_size + place) * DV, value + t * v_token + h * v_head,
+                   DV * sizeof(T));
+        }
+    }
+}
+
+}  // namespace
+
+#define DOOR(NAME, T)                                                                             \
+    extern "C" void attend_##NAME(const Step *step, const T *query, int64_t token_stride,          \
+                                  int64_t head_stride, const T *keys, const T *values, float scale, \
+                                  int64_t window, float softcap, const float *sinks, T *out) {     \
+        attend<T>(*step, query, token_stride, head_stride, keys, values, scale, window, softcap,   \
+                  sinks, out);                                                                     \
+    }                                                                                              \
+    extern "C" void write_##NAME(const Step *step, const T *key, int64_t k_token, int64_t k_head,  \
+                                 const T *value, int64_t v_token, int64_t v_head, T *keys,         \
+                                 T *values) {                                                      \
+        write<T>(*step, key, k_token, k_head, value, v_token, v_head, keys, values);               \
+    }
+
+DOOR(float32, float)
+DOOR(bfloat16, uint16_t)
