@@ -104,11 +104,13 @@ class EngineClient:
             )
             while any(sequence.is_open for sequence in sequences):
                 deltas = await collector.get(idle_s)
-                yield [
+                outputs = [
                     self._advance(sequences[index], delta)
                     for index, delta in deltas.items()
                     if sequences[index].is_open
                 ]
+                if outputs or not deltas:
+                    yield outputs
         except _NotQueuedError as error:
             for sequence in sequences:
                 sequence.is_open = False

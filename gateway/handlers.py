@@ -107,10 +107,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def _read(request: web.Request, cls: type[B]) -> tuple[ServedModel, B]:
     """Read and check a body as far as the prompt does not matter."""
-    model = request.app[READINESS].model
-    if model is None:
-        problem = request.app[READINESS].problem
-        raise unavailable(f"the model is not loaded: {problem}", RETRY_LATER_S)
+    readiness = request.app[READINESS]
+    model = readiness.model
+    if model is None or readiness.is_draining:
+        raise unavailable(f"this gateway cannot serve now: {readiness.problem}", RETRY_LATER_S)
     if request.content_type != "application/json":
         raise invalid("the Content-Type must be application/json", code="invalid_content_type")
     try:

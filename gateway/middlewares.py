@@ -68,7 +68,7 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except ConnectionError:  # the client is gone, and nobody reads an answer
         raise
     except Exception:
-        log.exception("request_failed", method=request.method, path=request.path)
+        log.exception("request_failed", path=request.path, request_id=request.get(_ID_KEY))
         return _response(internal())
 
 

@@ -109,6 +109,8 @@ class RequestStates:
 
         Raises ProtocolError if it does not fit; the rows are then in no state to go on with.
         """
+        if step.copies:
+            raise ProtocolError("blocks are to be copied to or from a CPU pool: there is none here")
         for req in (*step.finished_reqs, *step.preempted_reqs):
             self._forget(req)
         num_decodes = self._num_decodes

@@ -114,3 +114,28 @@ def check_rows(name: str, tensor: Tensor) -> None:
                 f"{name} has the strides {tensor.stride()}: its rows should start at multiples "
                 f"of {_ROW_ALIGNMENT} bytes"
             )
+
+
+def check_attention(
+    query: Tensor,
+    cache: PagedCache,
+    block_tables: Tensor,
+    num_seqs: int,
+    sinks: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Raise ValueError unless query (T, HQ, DK) can attend to a cache and out (T, HQ, DV) hold it."""
+    num_tokens, num_heads, _ = query.shape
+    device = query.device
+    check("query", query, (None, None, cache.key_dim), FLOATS)
+    check("out", out, (num_tokens, num_heads, cache.value_dim), (query.dtype,), device)
+    check("block tables", block_tables, (num_seqs, None), INDICES, device)
+    check("key pool", cache.key, (None, None, None, None), FLOATS + FLOAT8, device)
+    check_rows("query", query)
+    check_rows("out", out)
+    if num_heads % cache.num_kv_heads:
+        raise ValueError(f"{num_heads} query heads cannot share {cache.num_kv_heads} key heads")
+    if not cache.is_float8 and cache.key.dtype != query.dtype:
+        raise ValueError(f"the query is {query.dtype}, but the cache is {cache.key.dtype}")
+    if sinks is not None:
+        check("sinks", sinks, (num_heads,), FLOATS, device)

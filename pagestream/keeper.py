@@ -51,5 +51,5 @@ class Keeper:
             async with asyncio.timeout(self.child.service.patience_s):
                 await self._has_ended.wait()
         except TimeoutError:
-            pass
+            self.child.kill()
             await self._has_ended.wait()

@@ -49,6 +49,7 @@ class _Batch:
     ended: list[_Tracked] = field(default_factory=list)
     ended_entries: list[tuple[str, str]] = field(default_factory=list)
     done_entries: list[str] = field(default_factory=list)
+    config: dict[str, str | int] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.reqs or self.outputs or self.updates or self.done_entries)
@@ -113,6 +114,10 @@ class Ledger:
         one = self._tracked.pop(req)
         del self._by_req_id[one.req_id]
         self._batch.done_entries.append(entry_id(req))
+
+    def note_config(self, fields: dict[str, str | int]) -> None:
+        """Let the next commit show what became of a change of settings."""
+        self._batch.config.update(fields)
 
     def control_done(self, entry: str) -> None:
         """The effect of a control entry is in the next commit; the entry goes with it."""
@@ -239,6 +244,7 @@ class Ledger:
             checkpoints=[part for one in saving if (part := _save(one)) is not None],
             ended=batch.ended_entries,
             done_entries=batch.done_entries,
+            config=batch.config,
             served=served if is_checkpoint or batch.ended else {},
             stats=stats,
         )

@@ -17,6 +17,7 @@ from wire.keys import request_number
 from wire.messages import (
     AbortRequest,
     CommittedTokens,
+    ConfigChange,
     EngineCoreRequest,
     ResumeRequest,
     token_ids,
@@ -39,12 +40,14 @@ class Found:
     """All that a new leader starts from."""
 
     in_flight: list[InFlight]
-    controls: list[tuple[str, AbortRequest | ResumeRequest]]  # with their entry ids
+    controls: list[tuple[str, Control]]  # with their entry ids
     served: dict[str, float]  # tenants' counters
+    config: dict[str, str]  # live settings
     cursor: str  # last entry of `requests` that was read
 
 
-Submission = EngineCoreRequest | AbortRequest | ResumeRequest
+Control = AbortRequest | ResumeRequest | ConfigChange
+Submission = EngineCoreRequest | Control
 
 
 def understand(entry: Entry) -> Submission:
@@ -57,7 +60,7 @@ def understand(entry: Entry) -> Submission:
 
 async def recover(bus: Bus) -> Found:
     """Read the state of the pool as it was committed."""
-    found = Found([], [], await bus.tenants(), "0-0")
+    found = Found([], [], await bus.tenants(), await bus.config(), "0-0")
     async for page in bus.scan(bus.keys.requests()):
         for entry in page:
             found.cursor = entry.entry_id

@@ -51,6 +51,11 @@ class Roster:
         """Name of the worker by its process."""
         return {process: link.name for process, link in self._links.items()}
 
+    @property
+    def links(self) -> list[WorkerLink]:
+        """The workers that are scheduled on. Not to be changed."""
+        return list(self._links.values())
+
     def process_with_results(self, key: str) -> str | None:
         """Whose result stream this is; None if that worker was given up."""
         return self._by_results.get(key)

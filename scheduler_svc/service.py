@@ -15,11 +15,11 @@ from functools import partial
 import structlog
 
 from scheduler_svc import recovery
-from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.gateways import Gateways
 from scheduler_svc.ledger import Ledger
+from scheduler_svc.live_config import LiveConfig, core_config
 from scheduler_svc.mirror import INTERVAL_S, Mirror
 from scheduler_svc.roster import Roster
 from scheduler_svc.statistics import Statistics
@@ -29,6 +29,7 @@ from wire.config import Settings, new_incarnation, process_id
 from wire.keys import arrival_ms, entry_id, request_number
 from wire.messages import (
     AbortRequest,
+    ConfigChange,
     EngineCoreRequest,
     ModelRunnerOutput,
     ResumeRequest,
@@ -126,7 +127,7 @@ class Leader:
         self._owner = owner
         self._epoch = epoch
         self._clock_offset = server_ms / 1000 - time.monotonic()
-        self._scheduler = Scheduler(_config(settings), epoch)
+        self._scheduler = Scheduler(core_config(settings), epoch)
         self._ledger = Ledger()
         self._statistics = Statistics(self._scheduler, epoch)
         self._mirror = Mirror(bus)
@@ -135,6 +136,7 @@ class Leader:
         self._gateways = Gateways(bus, settings, self._scheduler, self._ledger)
         self._uncommitted = asyncio.Event()
         self._num_commits = 0
+        self._live = LiveConfig(settings, {})
         self._is_closing = False
         self._is_gathering = False
 
@@ -169,6 +171,8 @@ class Leader:
     async def _recover(self) -> None:
         started = time.monotonic()
         found = await retrying(partial(recovery.recover, self._bus))
+        self._live = LiveConfig(self._settings, found.config)
+        self._reconfigure()
         self._scheduler.restore_served(found.served)
         for one in found.in_flight:
             self._add(one.req, one.request, one.num_saved)
@@ -248,13 +252,25 @@ class Leader:
     def _output(self, req: int) -> array[int]:
         return self._scheduler.requests[req].output_token_ids
 
-    def _control(self, entry: str, control: AbortRequest | ResumeRequest) -> None:
-        req = self._ledger.number(control.req_id)
-        if isinstance(control, ResumeRequest):
-            self._resume(req, control)
-        elif req is not None:
-            self._scheduler.abort_request(req, control.reason, control.num_output_tokens)
+    def _control(self, entry: str, control: recovery.Control) -> None:
+        match control:
+            case ResumeRequest():
+                self._resume(self._ledger.number(control.req_id), control)
+            case AbortRequest():
+                req = self._ledger.number(control.req_id)
+                if req is not None:
+                    self._scheduler.abort_request(req, control.reason, control.num_output_tokens)
+            case ConfigChange():
+                self._ledger.note_config(self._live.apply(control, self._roster.links))
+                self._reconfigure()
         self._ledger.control_done(entry)
+
+    def _reconfigure(self) -> None:
+        self._settings = self._live.settings
+        config = core_config(self._settings)
+        if config != self._scheduler.config:
+            self._scheduler.reconfigure(config)
+            log.info("reconfigured", version=self._live.version)
 
     def _resume(self, req: int | None, resume: ResumeRequest) -> None:
         self._collect()  # so that what is followed from here on is what comes after
@@ -361,26 +377,6 @@ class Leader:
                 await self._mirror.write(self._scheduler, self._roster.names)
             except BusDownError:
                 continue
-
-
-def _config(settings: Settings) -> SchedulerConfig:
-    return SchedulerConfig(
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_num_seqs=settings.max_num_seqs,
-        long_prefill_token_threshold=settings.long_prefill_token_threshold,
-        enable_chunked_prefill=settings.enable_chunked_prefill,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        reserve_full_prompt=settings.reserve_full_prompt,
-        watermark=settings.watermark,
-        reserved_blocks=settings.reserved_blocks,
-        policy=settings.scheduling_policy,
-        priority_ageing_s=settings.priority_ageing_s,
-        queue_timeout_s=settings.queue_timeout_s,
-        deadline_action=settings.deadline_action,
-        preemption_mode=settings.preemption_mode,
-        preemption_victim=settings.preemption_victim,
-        max_worker_losses=settings.max_worker_losses,
-    )
 
 
 async def _pause(stopping: asyncio.Event, seconds: float) -> None:

@@ -19,6 +19,7 @@ class WorkerLink:
     name: str
     process: str  # "<name>.<incarnation>"
     capacity: WorkerCapacity
+    limits: dict[str, int]  # settings that its memory was laid out for
     beats: str
     beats_changed: float
     last_step: int = 0  # last step that was sent when it was given up, or the fence
@@ -32,7 +33,9 @@ class WorkerLink:
             max_model_len=int(fields["max_model_len"]),
             num_cpu_blocks=int(fields.get("num_cpu_blocks", 0)),
         )
-        return cls(name, process_of(name, fields), capacity, fields["beats"], now)
+        names = ("max_num_seqs", "max_num_batched_tokens")
+        limits = {setting: int(fields[setting]) for setting in names if setting in fields}
+        return cls(name, process_of(name, fields), capacity, limits, fields["beats"], now)
 
     def heard(self, fields: Mapping[str, str], now: float) -> None:
         """Take note of the latest heartbeat."""

@@ -35,6 +35,7 @@ from wire.keys import Keys, request_number, step_entry_id
 from wire.messages import (
     AbortRequest,
     CommittedTokens,
+    ConfigChange,
     EngineCoreOutputs,
     EngineCoreRequest,
     ModelRunnerOutput,
@@ -88,6 +89,7 @@ class Commit:
     done_entries: list[str] = field(default_factory=list)  # controls whose effect is committed
     stats: dict[str, str | int | float] = field(default_factory=dict)
     served: dict[str, float] = field(default_factory=dict)  # tokens by tenant, weighted
+    config: dict[str, str | int] = field(default_factory=dict)  # live settings that changed
 
 
 class Bus:
@@ -175,6 +177,11 @@ class Bus:
         fields = ("kind", "add", "id", request.req_id, "body", codec.encode(request))
         await self._connection.command("XADD", self.keys.requests(), "*", *fields)
 
+    async def reconfigure(self, change: ConfigChange) -> None:
+        """Ask for other settings; the outcome will stand in `config`."""
+        fields = ("kind", "config", "id", change.change_id, "body", codec.encode(change))
+        await self._connection.command("XADD", self.keys.requests(), "*", *fields)
+
     # ------------------------------------------------------------ scheduler
 
     async def lead(
@@ -243,6 +250,7 @@ class Bus:
             ],
             "stats": _flat(commit.stats),
             "served": _flat(commit.served),
+            "config": _flat(commit.config),
         }
         keys = [
             self.keys.epoch(),
@@ -250,6 +258,7 @@ class Bus:
             self.keys.requests(),
             self.keys.stats(),
             self.keys.tenants(),
+            self.keys.config(),
         ]
         body, others = codec.encode(commit.tokens), codec.pack_for_script(part)
         await self._connection.script(_COMMIT, keys, [epoch, number, body, others])
@@ -315,6 +324,10 @@ class Bus:
     async def stats(self) -> dict[str, str]:
         """Read the pool's counters and gauges."""
         return await self._hash(self.keys.stats())
+
+    async def config(self) -> dict[str, str]:
+        """Read the settings that were changed while running, and the last change's outcome."""
+        return await self._hash(self.keys.config())
 
     async def tenants(self) -> dict[str, float]:
         """Read the counters of served tokens by tenant, as they were last saved."""

@@ -213,6 +213,7 @@ _TAGS: dict[type, int] = {
     messages.EngineCoreOutputs: 5,
     messages.CommittedTokens: 6,
     messages.ResumeRequest: 7,
+    messages.ConfigChange: 8,
 }
 _CODERS = {cls: _dataclass(cls) for cls in _TAGS}
 _CLASSES = {tag: cls for cls, tag in _TAGS.items()}

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
@@ -223,6 +223,18 @@ class Settings(BaseSettings):
     def model_name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or self.model
+
+
+def changed(settings: Settings, assignments: Mapping[str, str]) -> Settings:
+    """Settings with some of them changed. SettingsError as for `load`."""
+    given = dict(settings.model_dump())
+    for name, value in assignments.items():
+        _check_name(name)
+        given[name.lower()] = value
+    try:
+        return Settings.model_validate(given)
+    except ValidationError as error:
+        raise SettingsError(_sentence(error)) from None
 
 
 def setting_name(field: str) -> str:

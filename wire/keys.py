@@ -129,6 +129,10 @@ class Keys:
         """Hash: tokens served by tenant, divided by its weight; saved with each checkpoint."""
         return self._key("tenants")
 
+    def config(self) -> str:
+        """Hash: settings that were changed while running, with a version."""
+        return self._key("config")
+
     def stats(self) -> str:
         """Hash: counters and gauges of the pool."""
         return self._key("stats")

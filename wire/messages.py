@@ -122,6 +122,18 @@ class ResumeRequest:
     crc: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class ConfigChange:
+    """Change settings of the scheduler from the next step on: all of these, or none.
+
+    The answer stands in the `config` hash: `change` is this id, and `refused` says why not, if so.
+    """
+
+    change_id: str
+    names: list[str]  # as in the settings
+    values: list[str]
+
+
 # ---------------------------------------------------------------- scheduler -> worker
 
 
@@ -270,6 +282,7 @@ Message = (
     EngineCoreRequest
     | AbortRequest
     | ResumeRequest
+    | ConfigChange
     | SchedulerOutput
     | ModelRunnerOutput
     | EngineCoreOutputs

@@ -25,6 +25,7 @@ from wire.model_store import folder_hash
 TOKENIZER = byte_level_tokenizer()
 END = TOKENIZER.token_to_id("<|im_end|>")
 PATIENCE_S = 20.0
+PATIENCE = aiohttp.ClientTimeout(total=PATIENCE_S)
 
 
 def ids_of(text: str) -> list[int]:
@@ -100,7 +101,7 @@ async def make_world(settings: Settings, **options: Any) -> AsyncIterator[World]
     app = create_app(settings, bus, **options)
     async with ScriptedEngine(bus, saying(ids_of("hello world"))) as engine:
         await engine.be_ready(folder_hash(Path(settings.model)))
-        async with serving(app) as url, aiohttp.ClientSession() as http:
+        async with serving(app) as url, aiohttp.ClientSession(timeout=PATIENCE) as http:
             await until(lambda: app[READINESS].problem is None)
             yield World(url, app, engine, http, bus, settings)
     await bus.close()

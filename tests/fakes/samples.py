@@ -10,6 +10,7 @@ from wire.messages import (
     BlockCopies,
     CachedRequestData,
     CommittedTokens,
+    ConfigChange,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishedRequest,
@@ -83,6 +84,7 @@ def every_message() -> list[Message]:
         ),
         AbortRequest("r", "stop", 3),
         ResumeRequest("r", "g.1", 1, 3, 4),
+        ConfigChange("c", ["WATERMARK"], ["0.1"]),
         SchedulerOutput(
             epoch=5,
             step_id=1,

@@ -102,10 +102,14 @@ class StreamClient:
             eos_token_ids=[] if eos is None else [eos],
         )
         stream = Stream(secrets.token_hex(16), prompt, sampling, tenant, is_resumable)
+        await self.start(stream)
+        return stream
+
+    async def start(self, stream: Stream) -> None:
+        """Submit a request that its client has made up. QueueFullError or BusFullError if refused."""
         request = self._request(stream)
         limit, retention_s = self._settings.max_queued_requests, self._settings.retention_s
         await retrying(partial(self.bus.submit, [request], limit, retention_s))
-        return stream
 
     async def abort(self, stream: Stream) -> None:
         await retrying(partial(self.bus.abort, AbortRequest(stream.req_id)))
@@ -118,6 +122,10 @@ class StreamClient:
         copy.tokens = list(stream.tokens)
         await self._resume(copy)
         return copy
+
+    def forget(self, stream: Stream) -> None:
+        """Its client is gone, or has all of it."""
+        self._streams.pop(stream.handle, None)
 
     # ------------------------------------------------------------ inside
 
@@ -177,10 +185,12 @@ class StreamClient:
             await self._submit_again(handle)
         if outputs.held is not None:
             await self._compare(set(outputs.held))
-        for handle in {*outputs.handles, *(end.handle for end in outputs.finished)}:
-            if (stream := self._streams.get(handle)) is not None:
-                async with stream.changed:
-                    stream.changed.notify_all()
+        await self._notify({*outputs.handles, *(end.handle for end in outputs.finished)})
+
+    async def _notify(self, handles: set[int]) -> None:
+        for handle in handles & self._streams.keys():
+            async with self._streams[handle].changed:
+                self._streams[handle].changed.notify_all()
 
     async def _take_token(self, stream: Stream, start: int, token: int) -> None:
         have = stream.tokens

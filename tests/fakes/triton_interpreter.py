@@ -6,7 +6,7 @@ float32, the operation is done there, and the result is rounded to nearest even,
 what is too large for a float8 becomes its largest value.
 
 `install` comes before any module of `kernels` is imported: a function is made for the interpreter
-or for the compiler when it is decorated. It sets no environment variable, for a process that a test
+or for the compiler when it is decorated; only Triton's own are made anew. It sets no environment variable, for a process that a test
 starts must not inherit it.
 """
 
@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
 
 _TORCH = {
     tl.bfloat16: torch.bfloat16,
@@ -51,8 +52,20 @@ def install() -> None:
     propagates, triton.knobs.propagate_env = triton.knobs.propagate_env, False
     triton.knobs.runtime.interpret = True
     triton.knobs.propagate_env = propagates
+    _interpret_library()
     _patch_builder(interpreter.InterpreterBuilder)
     _patch_sum(interpreter.ReduceOps)
+
+
+def _interpret_library() -> None:
+    """Do to Triton's own functions in Triton, made at its import, what is done to ours from now."""
+    interpreted: dict[int, Any] = {}
+    for module in (tl, tl.standard, tl.random):
+        for name, function in list(vars(module).items()):
+            if isinstance(function, JITFunction):
+                if id(function) not in interpreted:
+                    interpreted[id(function)] = interpreter.InterpretedFunction(function.fn)
+                setattr(module, name, interpreted[id(function)])
 
 
 def _is_narrow(handle: Any) -> bool:

@@ -16,6 +16,7 @@ from tests.fakes.redis_server import RedisServer
 from tests.fakes.stream_client import Stream, StreamClient
 from wire.bus import Bus
 from wire.config import Settings, load
+from wire.messages import ConfigChange
 
 pytestmark = pytest.mark.redis
 
@@ -336,3 +337,36 @@ async def test_tenants_counters_survive_the_scheduler(settings: Settings, bus: B
             stream = await client.submit([2] * 30, 20, tenant="a")
             await stream.finished()
         assert (await bus.tenants())["a"] >= before["a"] + 49
+
+
+async def test_limits_and_policy_change_while_it_runs(settings: Settings, bus: Bus) -> None:
+    async def change(name: str, value: str) -> dict[str, str]:
+        change_id = f"{name}={value}"
+        await bus.reconfigure(ConfigChange(change_id, [name], [value]))
+
+        async def is_answered() -> bool:
+            return (await bus.config()).get("change") == change_id
+
+        await until(is_answered)
+        return await bus.config()
+
+    async with (
+        OracleWorker(settings).running(),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        async with scheduler(settings):
+            stream = await client.submit([1, 2, 3], 900)
+            await stream.has_tokens(5)
+            done = await change("SCHEDULING_POLICY", "priority")
+            assert (done["version"], done["refused"]) == ("1", "")
+            refused = await change("WATERMARK", "1.5")
+            assert "WATERMARK=1.5" in refused["refused"]
+            assert refused["version"] == "1"
+            assert "cannot change" in (await change("BLOCK_SIZE", "32"))["refused"]
+            assert "registered at most 256" in (await change("MAX_NUM_SEQS", "500"))["refused"]
+        async with scheduler(settings):  # a later leader goes on with it
+            assert (await change("MAX_NUM_SEQS", "100"))["version"] == "2"
+            assert (await bus.config())["SCHEDULING_POLICY"] == "priority"
+            await stream.finished()
+            assert stream.tokens == want(stream)

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- The commit point: tokens exist once this has run. All of it, or nothing.
--- KEYS: epoch, log, requests, stats, tenants
+-- KEYS: epoch, log, requests, stats, tenants, config
 -- ARGV: epoch, number of the commit (dense, from 1 in each epoch), body for the log, msgpack of
 --   {trim    = 1 to drop the log before this entry,
 --    updates = {{req key, {field, value, …}}, …},
@@ -9,7 +9,7 @@
 --    entries = {entry id, …}      further entries of `requests` that are done with,
 --    outs    = {{out key, body}, …},
 --    stats   = {field, value, …},
---    served  = {tenant, tokens, …},
+--    served  = {tenant, tokens, …}, config = {setting, value, …},
 --    retention = ms, out_length = entries}
 -- Returns "OK", or "DONE" if this very commit was applied before.
 -- Errors: FENCED if another epoch leads or has committed, GAP if an earlier commit is missing. Both
@@ -54,4 +54,5 @@ for _, one in ipairs(part.outs) do
 end
 if #part.stats > 0 then redis.pcall('HSET', KEYS[4], unpack(part.stats)) end
 if #part.served > 0 then redis.pcall('HSET', KEYS[5], unpack(part.served)) end
+if #part.config > 0 then redis.pcall('HSET', KEYS[6], unpack(part.config)) end
 return 'OK'

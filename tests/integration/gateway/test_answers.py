@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import openai
 import pytest
 
@@ -11,8 +14,11 @@ from tests.fakes.gateway_world import (
     TOKENIZER,
     World,
     ids_of,
+    make_world,
 )
 from tests.fakes.scripted_engine import Script, saying
+from tests.fakes.tokenizers import byte_fallback_tokenizer, write_model_folder
+from wire.config import Settings
 from wire.messages import SYSTEM_PRIORITY
 
 pytestmark = pytest.mark.redis
@@ -193,6 +199,21 @@ async def test_unfinished_characters_never_reach_a_stream(world: World) -> None:
     assert streamed == text + "\ufffd" == TOKENIZER.decode(ids)
     _, body = await world.complete("x", max_tokens=200)
     assert body["choices"][0]["text"] == streamed
+
+
+async def test_a_completion_goes_on_from_its_prompt_and_a_chat_stands_alone(
+    make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    """Where spaces belong to words, the first one is real only behind a prompt."""
+    tokenizer = byte_fallback_tokenizer()
+    names = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    folder = write_model_folder(tmp_path / "m", tokenizer, special_tokens=names)
+    async with make_world(make_settings(model=str(folder))) as world:
+        world.engine.script = saying([tokenizer.token_to_id("▁world")])
+        _, body = await world.complete("hello", echo=True)
+        assert body["choices"][0]["text"] == "hello world"
+        _, body = await world.chat("hello")
+        assert body["choices"][0]["message"]["content"] == "world"
 
 
 async def test_choices_are_siblings_with_seeds_of_their_own(world: World) -> None:

@@ -91,6 +91,18 @@ async def test_a_stop_string_ends_the_computation_at_its_token(world: World) -> 
     await world.engine.wait_for(lambda: world.engine.num_running == 0)
 
 
+@pytest.mark.parametrize("tokens_per_commit", [1, 3, 100])
+async def test_tokens_after_a_stop_string_are_nobodys(world: World, tokens_per_commit: int) -> None:
+    ids = ids_of("one two three four five")
+    world.engine.script = saying(ids)
+    world.engine.tokens_per_commit = tokens_per_commit
+    _, body = await world.complete("x", stop="two", max_tokens=50, return_token_ids=True)
+    complete = next(n for n in range(len(ids)) if "two" in TOKENIZER.decode(ids[:n]))
+    assert body["choices"][0]["text"] == "one "
+    assert body["choices"][0]["token_ids"] == ids[:complete]
+    assert body["usage"]["completion_tokens"] == complete
+
+
 async def test_what_could_have_been_a_stop_string_is_sent_at_the_end(world: World) -> None:
     world.engine.script = saying(ids_of("one two"))
     events = await world.events(

@@ -88,6 +88,7 @@ async def test_a_full_queue_is_a_429_and_queues_nothing(world: World) -> None:
     assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 8
     assert len(engine.requests) == 8
     assert (await world.complete("x"))[0] == 200
+    assert not engine.aborts  # what was never queued needs none
 
 
 async def test_siblings_are_queued_together_or_not_at_all(world: World) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -51,6 +51,17 @@ class Clock:
         return self.now
 
 
+def reading(
+    stats: Mapping[str, str], calls: list[int] | None = None
+) -> Callable[[], Awaitable[Mapping[str, str]]]:
+    async def read() -> Mapping[str, str]:
+        if calls is not None:
+            calls.append(1)
+        return stats
+
+    return read
+
+
 async def test_the_pools_figures_have_vllms_names() -> None:
     metrics = Metrics("m", 1000)
     await metrics.pool.refresh(reading(STATS))
@@ -67,17 +78,6 @@ async def test_the_pools_figures_have_vllms_names() -> None:
     assert found["pagestream:device_seconds_sum"] == 2
     assert found["pagestream:commit_seconds_sum"] == 0.5
     assert found["pagestream:commit_seconds_count"] == 10
-
-
-def reading(
-    stats: Mapping[str, str], calls: list[int] | None = None
-) -> Callable[[], contextlib.AbstractAsyncContextManager[None]]:
-    async def read() -> Mapping[str, str]:
-        if calls is not None:
-            calls.append(1)
-        return stats
-
-    return read  # type: ignore[return-value]  # a plain coroutine function
 
 
 async def test_the_pools_figures_are_read_once_a_second_at_most() -> None:

@@ -327,3 +327,10 @@ def test_stream_options_need_a_stream() -> None:
     assert refusal(b'{"prompt": "x", "stream_options": {}}').param == "stream_options"
     wrong = b'{"prompt": "x", "stream": true, "stream_options": {"include_usage": 1}}'
     assert refusal(wrong).param == "stream_options.include_usage"
+
+
+@pytest.mark.parametrize("cls", [CompletionBody, ChatBody])
+def test_the_bodies_describe_themselves(cls: type[Any]) -> None:
+    schema = cls.model_json_schema()
+    assert set(schema["properties"]) == set(cls.model_fields)
+    assert schema["properties"]["temperature"]["anyOf"][0]["maximum"] == 2

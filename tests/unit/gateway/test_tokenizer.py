@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gateway import tokenizer as module
 from gateway.errors import ApiError
-from gateway.tokenizer import Tokenizer
+from gateway.tokenizer import NUM_THREADS, Tokenizer
 from tests.fakes.tokenizers import (
     BOS_TEMPLATE,
     byte_fallback_tokenizer,
@@ -171,11 +171,14 @@ async def test_too_much_encoding_at_once_is_refused(
     assert await tokenizer.encode(["x"], 100)
 
 
-async def test_many_chats_at_once_are_encoded_alike(tokenizer: Tokenizer) -> None:
-    """Text with control tokens switches a tokenizer's mode; others must not see it switched."""
-    forged = [{"role": "user", "content": "<|im_end|>" * 50}]
-    expected = await encode_chat(tokenizer), await encode_chat(tokenizer, forged)
-    found = await asyncio.gather(
-        *(encode_chat(tokenizer, messages) for _ in range(40) for messages in (MESSAGES, forged))
-    )
-    assert all(ids == expected[i % 2] for i, ids in enumerate(found))
+async def test_no_two_threads_share_a_tokenizer(tokenizer: Tokenizer) -> None:
+    """Text with control tokens switches a tokenizer's mode; nobody else must see it switched."""
+    both_run = threading.Barrier(NUM_THREADS, timeout=20)
+
+    def job(borrowed: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast:
+        both_run.wait()
+        return borrowed
+
+    first, second = await asyncio.gather(*(tokenizer._run(job) for _ in range(NUM_THREADS)))
+    assert first is not second
+    assert first.backend_tokenizer is not second.backend_tokenizer

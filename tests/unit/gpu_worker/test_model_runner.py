@@ -10,11 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.block_table import ProtocolError
+from gpu_worker import model_runner
+from gpu_worker.block_table import IntArray, ProtocolError
+from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.sampler import SamplingMetadata, make_metadata
 from tests.fakes import tiny_models
 from tests.fakes.step_driver import GREEDY, StepDriver
 from wire.messages import (
+    BlockCopies,
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
@@ -121,6 +125,29 @@ def test_a_prefix_of_another_request_can_be_used_without_being_computed(
     assert [tokens[1]] == tiny_models.greedy(model, prompt, 1)
 
 
+def test_draws_are_numbered_by_output_token(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a token was generated here or came with the request makes no difference."""
+    seen: list[list[int]] = []
+
+    def watched(
+        columns: SamplingColumns, rows: IntArray, output_index: IntArray, device: torch.device
+    ) -> SamplingMetadata | None:
+        seen.append(output_index.tolist())
+        return make_metadata(columns, rows, output_index, device)
+
+    monkeypatch.setattr(model_runner, "make_metadata", watched)
+    runner = make_runner()
+    fresh = new_request(1)
+    resumed = new_request(
+        2, output_token_ids=token_ids([1, 2]), num_scheduled_tokens=6, block_ids=[4]
+    )
+    execute(runner, SchedulerOutput(1, 1, new_reqs=[fresh, resumed]))
+    execute(runner, SchedulerOutput(1, 2, num_decodes=2))
+    assert seen == [[0, 2], [1, 3]]
+
+
 # ---------------------------------------------------------------- errors of one request
 
 
@@ -219,6 +246,9 @@ IMPOSSIBLE = {
     "a negative block": SchedulerOutput(1, 3, cached_reqs=listed(2, 1, [-1]), num_decodes=1),
     "more blocks than a row": SchedulerOutput(
         1, 3, cached_reqs=listed(2, 1, [1] * 40), num_decodes=1
+    ),
+    "copies without a pool": SchedulerOutput(
+        1, 3, num_decodes=1, copies=[BlockCopies("out", [3], [0])]
     ),
     "twice in a step": SchedulerOutput(
         1, 3, cached_reqs=CachedRequestData([2, 2], [1, 1], [[], []]), num_decodes=1

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,37 +19,39 @@ import signal, sys
 from pathlib import Path
 from pagestream import instance
 
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 with instance.claim(Path(sys.argv[1])):
     print("held", flush=True)
     signal.sigwait([signal.SIGTERM])
 """
 
 
-def hold(data_dir: Path) -> subprocess.Popen[str]:
-    """Let another process hold the folder; returns once it does."""
-    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", block + HOLDER, str(data_dir)], stdout=subprocess.PIPE, text=True
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process, which holds the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == "held\n"
-    return holder
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
 
 
-def test_a_folder_is_held_once(tmp_path: Path) -> None:
-    holder = hold(tmp_path)
+def test_a_folder_is_held_once(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     with pytest.raises(SettingsError, match=f"runs there already.*{holder.pid}"):
         instance.claim(tmp_path).__enter__()
     assert instance.running(tmp_path) == holder.pid
     assert instance.stop(tmp_path) == holder.pid
     assert holder.wait() == 0
-    holder.communicate()
 
 
-def test_a_folder_is_free_once_its_holder_was_killed(tmp_path: Path) -> None:
-    holder = hold(tmp_path)
+def test_a_folder_is_free_once_its_holder_was_killed(
+    tmp_path: Path, holder: subprocess.Popen[str]
+) -> None:
     holder.kill()
-    holder.communicate()
+    holder.wait()
     assert (tmp_path / "up.pid").read_text() == f"{holder.pid}\n"
     assert instance.running(tmp_path) is None
     with instance.claim(tmp_path):

@@ -1,0 +1,104 @@
+"""How large the tiles are: a table by device, phase, head size and bytes a number.
+
+Written down rather than searched for at run time, so that a kernel is compiled once and a result
+does not depend on what was timed. Where `configs/<arch>.json`, which `bench/tune.py` writes on a
+GPU, has an entry, it goes before the rules here. The rules are chosen so that no kernel spills.
+
+A tile decides how sums are rounded, so the tile of a sequence never depends on its batch: what
+does depend on the batch is only how many rows of queries a program takes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from kernels.paged_cache import PagedCache
+from kernels.target import arch, num_multiprocessors
+
+_CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """How `decode_attention` runs."""
+
+    tile: int  # keys that are multiplied at once
+    num_warps: int = 4
+    num_stages: int = 3  # tiles that are on their way from memory
+    programs_per_multiprocessor: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """How `prefill_attention` runs."""
+
+    block_m: int  # rows of queries: tokens times query heads of a key head
+    tile: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the rules look at."""
+
+    arch: str
+    head_dim: int  # the larger of key and value, as a power of two
+    group: int  # query heads of a key head
+    query_bytes: int  # of one number
+    cache_bytes: int  # of one number
+
+    @property
+    def key(self) -> str:
+        """Name of an entry in `configs/<arch>.json`, after the phase."""
+        return f"d{self.head_dim}-g{self.group}-q{self.query_bytes}-kv{self.cache_bytes}"
+
+
+def shape_of(query: Tensor, cache: PagedCache) -> Shape:
+    """What the rules look at, of query (…, HQ, DK) and the cache it attends to."""
+    return Shape(
+        arch(query.device),
+        triton.next_power_of_2(max(cache.key_dim, cache.value_dim)),
+        query.shape[-2] // cache.num_kv_heads,
+        query.element_size(),
+        cache.key.element_size(),
+    )
+
+
+def decode_config(query: Tensor, cache: PagedCache) -> DecodeConfig:
+    """Choose for one query token a sequence."""
+    shape = shape_of(query, cache)
+    tuned = _tuned(shape.arch).get(f"decode-{shape.key}")
+    return DecodeConfig(**tuned) if tuned else decode_rule(shape)
+
+
+def prefill_config(query: Tensor, cache: PagedCache) -> PrefillConfig:
+    """Choose for packed queries (T, HQ, DK): smaller blocks of rows where large ones are few."""
+    shape = shape_of(query, cache)
+    tuned = _tuned(shape.arch).get(f"prefill-{shape.key}")
+    config = PrefillConfig(**tuned) if tuned else prefill_rule(shape)
+    num_blocks = -(-query.shape[0] * shape.group // config.block_m) * cache.num_kv_heads
+    if config.block_m > 64 and num_blocks < 2 * num_multiprocessors(query.device):
+        config = replace(config, block_m=64, num_warps=4)
+    return replace(config, block_m=max(config.block_m, triton.next_power_of_2(shape.group)))
+
+
+def decode_rule(shape: Shape) -> DecodeConfig:
+    return DecodeConfig(tile=64)
+
+
+def prefill_rule(shape: Shape) -> PrefillConfig:
+    return PrefillConfig(128, 64, 8, 3)
+
+
+@cache
+def _tuned(arch: str) -> dict[str, Any]:
+    path = _CONFIGS / f"{arch}.json"
+    return json.loads(path.read_text()) if path.exists() else {}

@@ -1,0 +1,308 @@
+"""A pool as real processes, each of which can be killed, frozen and started again.
+
+Owns the processes, their folder and their logs; nothing is left after `close`. A supervisor starts
+again whatever dies, as `pagestream up` does. Knows nothing of requests: those are `clients`'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio
+
+from tests.fakes.redis_server import RedisServer
+from wire.bus import Bus, BusDownError, BusError
+from wire.config import PREFIX, Settings, load
+
+ROOT = Path(__file__).parents[2]
+SCHEDULER = ("-m", "scheduler_svc")
+WORKER = ("-m", "tests.fakes.oracle_worker")
+GATEWAY = ("-m", "tests.fakes.stream_gateway")
+
+RESTART_PAUSE_S = 0.1
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Process:
+    """One role in the pool, through as many lives as it takes."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        environ: dict[str, str],
+        folder: Path,
+        prefix: Sequence[str] = (),
+    ) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self.num_lives = 0
+        self.surprises: list[str] = []  # ends that nobody here brought about
+        self.is_kept = True
+        self._command = [*prefix, sys.executable, *arguments]
+        self._environ = environ
+        self._life: asyncio.subprocess.Process | None = None
+        self._is_ours = False  # the end that comes
+        self._is_frozen = False
+        self._died = asyncio.Event()
+        self.on_line: Callable[[dict[str, Any]], None] = lambda _: None
+        self.on_death: Callable[[], None] = lambda: None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the life that runs."""
+        return None if self._life is None else self._life.pid
+
+    async def keep(self) -> None:
+        """Live, again and again, until cancelled."""
+        try:
+            while True:
+                if self.is_kept:
+                    await self._live()
+                await asyncio.sleep(RESTART_PAUSE_S)
+        finally:
+            self.kill()
+
+    async def _live(self) -> None:
+        self._is_ours = self._is_frozen = False
+        self._died.clear()
+        with self.log.open("ab") as log:
+            life = await asyncio.create_subprocess_exec(
+                *self._command,
+                cwd=ROOT,
+                env=self._environ,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                limit=1 << 24,
+                preexec_fn=_dies_with_us,
+            )
+        self._life, self.num_lives = life, self.num_lives + 1
+        assert life.stdout is not None
+        try:
+            while line := await life.stdout.readline():
+                if line.endswith(b"\n"):  # else it was killed in the middle
+                    self.on_line(json.loads(line))
+            code = await life.wait()
+        finally:
+            self._life = None
+        if not self._is_ours:
+            self.surprises.append(f"{self.name} ended by itself with {code}")
+        self._died.set()
+        self.on_death()
+
+    def say(self, line: dict[str, Any]) -> None:
+        """Write to its standard input; lost if it does not live."""
+        if self._life is not None and self._life.stdin is not None:
+            with suppress(OSError):
+                self._life.stdin.write(json.dumps(line).encode() + b"\n")
+
+    def kill(self) -> None:
+        """End the life that runs, as a crash would."""
+        self._is_ours = True
+        self._signal(signal.SIGKILL)
+
+    async def killed(self) -> None:
+        """End the life that runs, and wait for that."""
+        if self._life is not None:
+            self.kill()
+            await self._died.wait()
+
+    def freeze(self) -> None:
+        """Let it hang: nothing is answered, and the connections stay open."""
+        self._is_frozen = True
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        self._is_frozen = False
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._life is not None:
+            with suppress(ProcessLookupError):
+                self._life.send_signal(number)
+
+
+class Pool:
+    """Redis with AOF, and the processes around it."""
+
+    def __init__(
+        self, kind: str = "valkey", *, fsync: str = "everysec", **settings: object
+    ) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ps-chaos-"))
+        self.redis = RedisServer(kind, aof=True, options={"appendfsync": fsync})
+        self.settings: Settings = load(redis_url=self.redis.url, **settings)
+        self.bus = Bus.connect(self.settings)
+        self.schedulers: list[Process] = []
+        self.workers: list[Process] = []
+        self.gateways: list[Process] = []
+        self.redis_is_busy = asyncio.Lock()  # held by whoever ends it and starts it again
+        self._given = {name: str(value) for name, value in settings.items()}
+
+    def process(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        redis_url: str | None = None,
+        environ: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> Process:
+        """Make a process of this pool; it lives once it is kept."""
+        ours = {PREFIX + key.upper(): value for key, value in self._given.items()}
+        ours[f"{PREFIX}REDIS_URL"] = redis_url or self.redis.url
+        everything = {**os.environ, "OMP_NUM_THREADS": "1", **ours, **(environ or {})}
+        return Process(name, arguments, everything, self.folder, prefix)
+
+    def add_scheduler(self, **options: Any) -> Process:
+        self.schedulers.append(
+            self.process(f"scheduler{len(self.schedulers)}", SCHEDULER, **options)
+        )
+        return self.schedulers[-1]
+
+    def add_worker(self, *arguments: str, **options: Any) -> Process:
+        name = f"w{len(self.workers)}"
+        self.workers.append(self.process(name, [*WORKER, name, *arguments], **options))
+        return self.workers[-1]
+
+    def add_gateway(self, **options: Any) -> Process:
+        self.gateways.append(self.process(f"gateway{len(self.gateways)}", GATEWAY, **options))
+        return self.gateways[-1]
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.schedulers, *self.workers, *self.gateways]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Pool]:
+        """Keep every process alive while the block lasts."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(process.keep()) for process in self.processes]
+            try:
+                yield self
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    async def close(self, *, keep_logs: bool = False) -> None:
+        """End Redis; the logs stay if somebody wants to read them."""
+        await self.bus.close()
+        self.redis.close()
+        if not keep_logs:
+            shutil.rmtree(self.folder)
+
+    # ------------------------------------------------------------ who is who
+
+    async def until(self, condition: Callable[[], Any], patience_s: float = 60.0) -> None:
+        """Wait for something that announces itself in Redis, which may be away meanwhile."""
+        async with asyncio.timeout(patience_s):
+            while True:
+                with suppress(BusDownError):
+                    if await condition():
+                        return
+                await asyncio.sleep(0.02)
+
+    async def leader(self) -> Process | None:
+        """The scheduler process that leads; None if nobody does or nobody knows."""
+        try:
+            fields = await self.bus.processes("scheduler")
+        except BusError:
+            return None
+        pids = {int(one["pid"]) for one in fields.values() if one.get("state") == "leader"}
+        return next((one for one in self.schedulers if one.pid in pids), None)
+
+    async def standby(self) -> Process | None:
+        """A scheduler process that does not lead."""
+        leader = await self.leader()
+        return next((one for one in self.schedulers if one is not leader), None)
+
+    async def ready(self) -> None:
+        """Wait until somebody leads and has every worker."""
+
+        async def is_ready() -> bool:
+            names = {
+                fields.get("state") for fields in (await self.bus.processes("worker")).values()
+            }
+            leads = (await self.leader()) is not None
+            return leads and names == {"ready"}
+
+        await self.until(is_ready)
+
+    # ------------------------------------------------------------ what Redis can suffer
+
+    async def restart_redis(self, pause_s: float = 0.0, *, wipe: bool = False) -> None:
+        """Kill Redis and start it on the data that its folder holds, or on none."""
+        async with self.redis_is_busy:
+            self.redis.kill()
+            await asyncio.sleep(pause_s)
+            if wipe:
+                shutil.rmtree(self.redis.folder / "appendonlydir", ignore_errors=True)
+            await asyncio.to_thread(self.redis.start)
+
+    async def cut_redis(self, size: int, pause_s: float = 0.0) -> None:
+        """Kill Redis and let it forget all that it wrote beyond `size` bytes of its log."""
+        async with self.redis_is_busy:
+            self.redis.kill()
+            log = self.aof()
+            if log is not None and size < log.stat().st_size:
+                os.truncate(log, size)
+            await asyncio.sleep(pause_s)
+            await asyncio.to_thread(self.redis.start)
+
+    async def freeze_redis(self, seconds: float) -> None:
+        """Let Redis hang for a while."""
+        async with self.redis_is_busy:
+            self.redis.freeze()
+            await asyncio.sleep(seconds)
+            self.redis.thaw()
+
+    def aof(self) -> Path | None:
+        """The part of the append-only file that is being written."""
+        parts = sorted(
+            (self.redis.folder / "appendonlydir").glob("*.incr.aof"),
+            key=lambda path: int(path.name.split(".")[-3]),
+        )
+        return parts[-1] if parts else None
+
+    # ------------------------------------------------------------ what is left
+
+    async def keys(self) -> list[tuple[str, int]]:
+        """Every key with its time to live in milliseconds, -1: for ever."""
+        client = redis.asyncio.Redis.from_url(self.redis.url, decode_responses=True)
+        async with client, client.pipeline(transaction=False) as pipeline:
+            keys = [key async for key in client.scan_iter(count=1000)]
+            for key in keys:
+                pipeline.pttl(key)
+            return list(zip(keys, await pipeline.execute(), strict=True))
+
+    def tracebacks(self) -> list[str]:
+        """Whatever a process wrote that only a bug writes."""
+        found = []
+        for process in self.processes:
+            if process.log.exists() and "Traceback" in (text := process.log.read_text()):
+                found.append(f"{process.name}: …{text[-1500:]}")
+        return found
+
+
+def _dies_with_us() -> None:
+    """In the child, between fork and exec: the kernel is to kill it with whoever tests."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def deadline(seconds: float) -> Callable[[], float]:
+    """Seconds that are left, never below 0."""
+    end = time.monotonic() + seconds
+    return lambda: max(0.0, end - time.monotonic())
