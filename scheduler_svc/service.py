@@ -23,6 +23,7 @@ from scheduler_svc.live_config import LiveConfig, core_config
 from scheduler_svc.mirror import INTERVAL_S, Mirror
 from scheduler_svc.roster import Roster
 from scheduler_svc.statistics import Statistics
+from scheduler_svc.sweeper import Sweeper
 from wire.bus import Bus, BusDownError, Commit, Entry, FencedError, retrying
 from wire.codec import WireError, decode_as
 from wire.config import Settings, new_incarnation, process_id
@@ -151,6 +152,7 @@ class Leader:
                 group.create_task(self._roster.watch()),
                 group.create_task(self._gateways.watch()),
                 group.create_task(self._mirror_forever()),
+                group.create_task(Sweeper(self._bus).sweep_forever()),
             ]
             group.create_task(self._commit_until_closed())
             while not stopping.is_set():
