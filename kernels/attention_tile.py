@@ -17,7 +17,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def find_sequence(starts_ptr: tl.tensor, first: tl.tensor, num: tl.tensor, at: tl.tensor) -> tl.tensor:
+def find_sequence(
+    starts_ptr: tl.tensor, first: tl.tensor, num: tl.tensor, at: tl.tensor
+) -> tl.tensor:
     """Largest s in [first, first + num) with starts[s] <= at; starts never fall."""
     low = first
     high = first + num
@@ -56,16 +58,21 @@ def load_rows(
     The block table is not read at positions from `end` on, if MASKED; else all are below it.
     """
     entry = table_ptr + positions // BLOCK_SIZE
+    place = (positions % BLOCK_SIZE) * stride_slot
     if MASKED:
         block = tl.load(entry, mask=positions < end, other=0)
-    else:
-        block = tl.load(entry)
-    return block.to(tl.int64) * stride_block + (positions % BLOCK_SIZE) * stride_slot
+        return block.to(tl.int64) * stride_block + place
+    return tl.load(entry).to(tl.int64) * stride_block + place
 
 
 @triton.jit
 def load_key(
-    key_ptr: tl.tensor, rows: tl.tensor, is_real: tl.tensor, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr
+    key_ptr: tl.tensor,
+    rows: tl.tensor,
+    is_real: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Keys (PADDED, T) of rows (T,), transposed; zeros where nothing is: 0 * NaN would be NaN."""
     dims = tl.arange(0, PADDED)
@@ -79,7 +86,12 @@ def load_key(
 
 @triton.jit
 def load_value(
-    value_ptr: tl.tensor, rows: tl.tensor, is_real: tl.tensor, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr
+    value_ptr: tl.tensor,
+    rows: tl.tensor,
+    is_real: tl.tensor,
+    DIM: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
 ) -> tl.tensor:
     """Values (T, PADDED) of rows (T,); zeros where nothing is."""
     dims = tl.arange(0, PADDED)
@@ -105,7 +117,9 @@ def scores(query: tl.tensor, key: tl.tensor, factor: tl.tensor, SOFTCAP: tl.cons
 
 
 @triton.jit
-def absorb(acc: tl.tensor, largest: tl.tensor, total: tl.tensor, x: tl.tensor, value: tl.tensor) -> tl.tensor:
+def absorb(
+    acc: tl.tensor, largest: tl.tensor, total: tl.tensor, x: tl.tensor, value: tl.tensor
+) -> tl.tensor:
     """Take scores (M, T) and values (T, DV) into acc (M, DV), largest (M,) and total (M,)."""
     new_largest = tl.maximum(largest, tl.max(x, 1))
     base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # -inf - -inf would be NaN

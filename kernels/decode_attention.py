@@ -185,7 +185,7 @@ def _decode(
         )
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        if sinks_ptr is not None:
+        if sinks_ptr is not None:  # noqa: SIM102 - this is decided by the compiler, that at run time
             if work == work_start:  # once in a sequence
                 sinks = tl.load(sinks_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
                 largest = sinks * LOG2E
@@ -226,9 +226,7 @@ def _decode(
             rows = local.to(tl.int64) * (HK * G) + heads
             tl.store(partial_ptr + rows[:, None] * DV + value_dims[None, :], acc, mask=is_value)
             tl.store(stats_ptr + rows, largest, mask=is_head)
-            tl.store(
-                stats_ptr + num_items.to(tl.int64) * (HK * G) + rows, total, mask=is_head
-            )
+            tl.store(stats_ptr + num_items.to(tl.int64) * (HK * G) + rows, total, mask=is_head)
 
 
 @triton.jit(
@@ -319,10 +317,18 @@ def attend_decodes(
     _check(query, cache, block_tables, plan, sinks, out)
     if not can_launch(query):
         starts = torch.arange(num_seqs + 1)
-        variant = {"scale": scale, "window": plan.window, "softcap": softcap, "sinks": sinks}
-        return out.copy_(
-            reference.attend(query, cache, block_tables, starts, plan.seq_lens, **variant)
+        attended = reference.attend(
+            query,
+            cache,
+            block_tables,
+            starts,
+            plan.seq_lens,
+            scale=scale,
+            window=plan.window,
+            softcap=softcap,
+            sinks=sinks,
         )
+        return out.copy_(attended)
     config = config or decode_config(query, cache)
     for launch in plan.launches:
         _launch(launch, query, cache, block_tables, plan, scale, softcap, sinks, out, config)

@@ -22,6 +22,7 @@ from torch import Tensor
 from kernels.paged_cache import PagedCache
 from kernels.target import arch, num_multiprocessors
 
+_HAVE_ROOM = ("sm_90", "sm_100", "sm_103")  # operands of a product stay in shared memory
 _CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -91,11 +92,22 @@ def prefill_config(query: Tensor, cache: PagedCache) -> PrefillConfig:
 
 
 def decode_rule(shape: Shape) -> DecodeConfig:
-    return DecodeConfig(tile=64)
+    """Large tiles for the bandwidth, as long as four programs fit the registers."""
+    if shape.query_bytes == 4:
+        return DecodeConfig(tile=16 if shape.head_dim > 128 else 32, num_stages=2)
+    if shape.head_dim > 128:
+        return DecodeConfig(tile=32, num_stages=2)
+    return DecodeConfig(tile=32 if shape.cache_bytes == 1 else 64)
 
 
 def prefill_rule(shape: Shape) -> PrefillConfig:
-    return PrefillConfig(128, 64, 8, 3)
+    """At least 64 rows, which a Hopper GPU multiplies twice as fast as fewer."""
+    if shape.query_bytes == 4:  # without matrix units: everything is in registers
+        return PrefillConfig(block_m=16, tile=32, num_warps=4, num_stages=2)
+    if shape.head_dim > 128:
+        return PrefillConfig(block_m=64, tile=32, num_warps=8, num_stages=2)
+    has_room = shape.arch in _HAVE_ROOM and shape.cache_bytes == 2
+    return PrefillConfig(block_m=128, tile=64 if has_room else 32, num_warps=8, num_stages=3)
 
 
 @cache

@@ -1,8 +1,8 @@
 """The keys and values of one layer in blocks, and what every launcher demands of its operands.
 
-    block table of a sequence     3 7 5 . .        what stands beyond its last block means nothing
-    position p                    slot p % P of block table[p // P]
-    key pool (NB, HK, P, DK)      the P tokens of a head lie together: one stretch of P * DK numbers
+block table of a sequence     3 7 5 . .        what stands beyond its last block means nothing
+position p                    slot p % P of block table[p // P]
+key pool (NB, HK, P, DK)      the P tokens of a head lie together: one stretch of P * DK numbers
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ INDICES = (torch.int32, torch.int64)
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 _LARGEST_HEAD = 256
-_ROW_ALIGNMENT = 16  # bytes that one load instruction moves; without it a kernel is many times slower
+_ROW_ALIGNMENT = (
+    16  # bytes that one load instruction moves; without it a kernel is many times slower
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,9 @@ class PagedCache:
     def __post_init__(self) -> None:
         num_blocks, num_kv_heads, block_size, _ = self.key.shape
         check("key pool", self.key, (num_blocks, num_kv_heads, block_size, None), FLOATS + FLOAT8)
-        check("value pool", self.value, (num_blocks, num_kv_heads, block_size, None), FLOATS + FLOAT8)
+        check(
+            "value pool", self.value, (num_blocks, num_kv_heads, block_size, None), FLOATS + FLOAT8
+        )
         check_rows("key pool", self.key)
         check_rows("value pool", self.value)
         if self.key.dtype != self.value.dtype:
@@ -46,7 +50,9 @@ class PagedCache:
             raise ValueError(f"blocks of {block_size} tokens: {_BLOCK_SIZES} are possible")
         for name, dim in (("key", self.key_dim), ("value", self.value_dim)):
             if not 16 <= dim <= _LARGEST_HEAD or dim % 8:
-                raise ValueError(f"{name}s of {dim} numbers: multiples of 8 from 16 to 256 are possible")
+                raise ValueError(
+                    f"{name}s of {dim} numbers: multiples of 8 from 16 to 256 are possible"
+                )
         for name, scale in (("key", self.key_scale), ("value", self.value_scale)):
             if (scale is not None) != self.is_float8:
                 raise ValueError(f"{name} scale: a float8 cache has one, and no other has")
@@ -124,7 +130,7 @@ def check_attention(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Raise ValueError unless query (T, HQ, DK) can attend to a cache and out (T, HQ, DV) hold it."""
+    """Raise ValueError unless query (T, HQ, DK) can attend to a cache, into out (T, HQ, DV)."""
     num_tokens, num_heads, _ = query.shape
     device = query.device
     check("query", query, (None, None, cache.key_dim), FLOATS)

@@ -1,4 +1,4 @@
-"""Attention of several query tokens for each of many sequences: bound by how fast matrices multiply.
+"""Attention of several query tokens for each of many sequences: bound by matrix products.
 
 Queries are packed without padding. A program takes BLOCK_M rows of one sequence and one key head: a
 row is a query head of a token, so that a key that is loaded serves all G query heads that share it.
@@ -36,7 +36,9 @@ from kernels.target import can_launch
 
 
 @triton.jit
-def _find_block(starts_ptr: tl.tensor, first: tl.tensor, num: tl.tensor, at: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
+def _find_block(
+    starts_ptr: tl.tensor, first: tl.tensor, num: tl.tensor, at: tl.tensor, BLOCK_Q: tl.constexpr
+) -> tl.tensor:
     """Sequence that program `at` works for.
 
     Sequence s has the programs from (starts[s] - starts[first]) // BLOCK_Q + s - first on: enough
@@ -268,8 +270,17 @@ def attend_ragged(
         _launch(*operands, scale, window, softcap, sinks, first_seq, out, config)
     else:
         tables, starts, lens = (t[first_seq:] for t in operands[2:])
-        variant = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
-        attended = reference.attend(query, cache, tables, starts, lens, **variant)
+        attended = reference.attend(
+            query,
+            cache,
+            tables,
+            starts,
+            lens,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
         out[starts[0] : starts[-1]] = attended[starts[0] : starts[-1]]
     return out
 

@@ -7,9 +7,12 @@ values, P tokens a block, N rows, V tokens in the vocabulary.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
+from kernels.draw import Draw, Penalties
 from kernels.paged_cache import PagedCache
 
 # ---------------------------------------------------------------- attention
@@ -36,7 +39,7 @@ def attend(
     """
     out = query.new_zeros(query.shape[0], query.shape[1], cache.value_dim)
     starts = query_start_loc.tolist()
-    for s, (first, last) in enumerate(zip(starts[:-1], starts[1:], strict=True)):
+    for s, (first, last) in enumerate(pairwise(starts)):
         length = int(seq_lens[s])
         if first == last or not length:
             continue
@@ -49,7 +52,9 @@ def attend(
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
         at = torch.arange(length, device=query.device)
-        ahead = at - at[length - (last - first) :, None]  # (M, L): how far a key is ahead of a query
+        ahead = (
+            at - at[length - (last - first) :, None]
+        )  # (M, L): how far a key is ahead of a query
         hidden = (ahead > 0) | (ahead <= -window) if window else ahead > 0
         scores = scores.masked_fill(hidden, -torch.inf)
         if sinks is not None:
@@ -76,9 +81,7 @@ def gather(cache: PagedCache, block_table: Tensor, length: int) -> tuple[Tensor,
 # ---------------------------------------------------------------- into the cache
 
 
-def reshape_and_cache(
-    key: Tensor, value: Tensor, cache: PagedCache, slot_mapping: Tensor
-) -> None:
+def reshape_and_cache(key: Tensor, value: Tensor, cache: PagedCache, slot_mapping: Tensor) -> None:
     """Store key (T, HK, DK) and value (T, HK, DV) at slots (T,); a slot below 0 stores nothing."""
     stored = slot_mapping >= 0
     slots = slot_mapping[stored].long()
@@ -152,3 +155,57 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     wide = gate.float()
     return (wide / (1.0 + torch.exp(-wide))).to(gate.dtype) * up
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def sample(logits: Tensor, how: Draw, penalties: Penalties | None = None) -> tuple[Tensor, Tensor]:
+    """Sample a token for each row of logits (N, V); see `sampling.sample`."""
+    wide = logits.float() if penalties is None else penalised(logits.float(), penalties)
+    largest, greedy = wide.max(dim=-1)  # the lowest token of equals
+    is_finite = largest.isfinite() & ~wide.isnan().any(-1)
+    is_drawing = is_finite & (how.temperature > 0)
+    scores = (wide - largest[:, None]) / torch.where(is_drawing, how.temperature, 1.0)[:, None]
+    kept = scores >= threshold(scores, how)[:, None]
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    noisy = torch.where(kept, scores + gumbel(how.keys, tokens), -torch.inf)
+    drawn = torch.where(is_drawing, noisy.argmax(-1), greedy)
+    return torch.where(is_finite, drawn, 0), is_finite
+
+
+def penalised(logits: Tensor, penalties: Penalties) -> Tensor:
+    """Logits (N, V) float32 less what `penalties` takes from them."""
+    bits = torch.arange(32, device=logits.device)
+    in_prompt = (penalties.in_prompt[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]]
+    slots = penalties.slots.long()
+    is_asked = (slots >= 0)[:, None]
+    counts = torch.where(is_asked, penalties.counts[slots.clamp(min=0)], 0)
+    is_seen = is_asked & ((counts > 0) | (in_prompt[slots.clamp(min=0)] > 0))
+    repetition = penalties.repetition[:, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    out = torch.where(is_seen, repeated, logits)
+    out = out - penalties.frequency[:, None] * counts
+    return out - torch.where(counts > 0, penalties.presence[:, None], 0.0)
+
+
+def threshold(scores: Tensor, how: Draw) -> Tensor:
+    """The smallest score (N,) that a row keeps of its scores (N, V), of which the largest is 0."""
+    ordered = scores.sort(dim=-1, descending=True).values
+    limit = torch.where(how.top_k > 0, how.top_k, scores.shape[1]).clamp(max=scores.shape[1])
+    kth = ordered.gather(1, limit[:, None].long() - 1)[:, 0]
+    floor = torch.maximum(kth, torch.where(how.min_p > 0, how.min_p.log(), -torch.inf))
+    mass = torch.where(ordered >= floor[:, None], ordered.exp(), 0).double()
+    before = mass.cumsum(-1) - mass
+    num_kept = (before < how.top_p.double()[:, None] * mass.sum(-1, keepdim=True)).sum(-1)
+    nucleus = ordered.gather(1, num_kept.clamp(min=1)[:, None] - 1)[:, 0]
+    return torch.where(how.top_p < 1, torch.maximum(floor, nucleus), floor)
+
+
+def gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Noise (N, C) of tokens (C,) for rows with keys (N, 2); see `kernels.gumbel`."""
+    bits = tokens.to(torch.int32) * keys[:, :1] + keys[:, 1:]
+    for shift, factor in ((16, 0x85EBCA6B - 2**32), (13, 0xC2B2AE35 - 2**32), (16, 1)):
+        bits = (bits ^ (bits >> shift) & (2 ** (32 - shift) - 1)) * factor
+    uniform = ((bits & 0x7FFFFFFF).float() + 0.5) * 2.0**-31
+    return -torch.log(-torch.log1p(-uniform.clamp(max=1.0 - 2.0**-24)))

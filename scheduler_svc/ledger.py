@@ -69,8 +69,8 @@ class Ledger:
     def track(self, req: int, request: EngineCoreRequest, num_saved: int = 0) -> None:
         """Follow a request; its outputs go to the gateway that it names.
 
-        `num_saved` of its output tokens are in the checkpoint already; what it brings beyond is
-        saved with the next one.
+        `num_saved` of its output tokens are in the checkpoint already. What it brings beyond is in
+        the log or in its own entry, until the next checkpoint.
         """
         followers = {request.gateway: request.handle}
         tracked = _Tracked(request.req_id, followers, request.resumable, num_saved)
@@ -78,6 +78,7 @@ class Ledger:
         self._tracked[req] = tracked
         self._by_req_id[request.req_id] = req
         self._batch.updates[request.req_id] = {
+            "entry": entry_id(req),
             "status": "waiting",
             "gateway": request.gateway,
             "tenant": request.tenant,

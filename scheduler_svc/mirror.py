@@ -5,6 +5,9 @@ Written at most every INTERVAL_S and only where something changed, so that it ne
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+
 from scheduler_svc.core.scheduler import Scheduler
 from wire.bus import Bus
 from wire.keys import Keys, arrival_ms, entry_id
@@ -24,10 +27,27 @@ class Mirror:
         self._keys: Keys = bus.keys
         self._queues: dict[str, dict[str, float]] = {}
         self._tables: dict[str, dict[str, int]] = {}  # key -> req_id -> length that was written
+        self._is_in_doubt = False  # whether the last write arrived
+        self._one_at_a_time = asyncio.Lock()
 
     async def write(self, scheduler: Scheduler, names: dict[str, str]) -> None:
         """Bring Redis up to date; `names` gives the name of each registered process."""
-        commands: list[Command] = []
+        async with self._one_at_a_time:
+            commands = [self._removal(names.values())] if self._is_in_doubt else []
+            self._compare(commands, scheduler, names)
+            if commands:
+                self._is_in_doubt = True
+                await self._bus.write(commands)
+                self._is_in_doubt = False
+
+    async def clear(self, names: Iterable[str]) -> None:
+        """Forget what an earlier leader or a lost worker left behind."""
+        async with self._one_at_a_time:
+            await self._bus.write([self._removal(names)])
+
+    def _compare(
+        self, commands: list[Command], scheduler: Scheduler, names: dict[str, str]
+    ) -> None:
         self._write_queue(
             commands,
             self._keys.waiting(),
@@ -42,18 +62,16 @@ class Mirror:
             self._write_queue(commands, self._keys.swapped(name), swapped)
             tables = {request.req_id: request.block_ids for request in lane.running}
             self._write_tables(commands, self._keys.blocks(name), tables)
-        if commands:
-            await self._bus.write(commands)
 
-    async def clear(self, names: list[str]) -> None:
-        """Forget what an earlier leader or a lost worker left behind."""
+    def _removal(self, names: Iterable[str]) -> Command:
+        """Forget the queues and tables of these workers; the command that makes Redis do so."""
         keys = [self._keys.waiting()]
         for name in names:
             keys += [self._keys.running(name), self._keys.swapped(name), self._keys.blocks(name)]
         for key in keys:
             self._queues.pop(key, None)
             self._tables.pop(key, None)
-        await self._bus.write([("DEL", *keys)])
+        return ("DEL", *keys)
 
     def _write_queue(self, commands: list[Command], key: str, members: dict[str, float]) -> None:
         written = self._queues.get(key, {})

@@ -80,7 +80,7 @@ async def recover(bus: Bus) -> Found:
         output = token_ids(data)
         one.num_saved = len(output)
         prefix = one.request.output_token_ids
-        if len(prefix) > len(output):  # the client brought more; no checkpoint holds it yet
+        if output[: len(prefix)] != prefix:  # the client's wins; no checkpoint holds it yet
             output, one.num_saved = prefix[:], 0
         output.extend(logged.get(one.req, ()))
         one.request = replace(one.request, output_token_ids=output)

@@ -14,7 +14,7 @@ import structlog
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.mirror import Mirror
-from scheduler_svc.worker_link import WorkerLink, process_of
+from scheduler_svc.worker_link import STREAM_TTL_S, WorkerLink, process_of
 from wire.bus import Bus, BusDownError, FencedError, Reader
 from wire.config import Settings
 from wire.keys import step_entry_id
@@ -26,8 +26,8 @@ log = structlog.get_logger()
 FieldsOf = dict[str, dict[str, str]]
 """What each worker's heartbeat says, by the worker's name; nothing if it is silent."""
 
-DEAD_STREAM_TTL_S = 60
-"""How long the streams of a dead worker can still be looked at."""
+GAP_S = 3 * HEARTBEAT_S
+"""Time between two looks from which on it was this process, or Redis, that did not move."""
 
 
 class Roster:
@@ -44,7 +44,9 @@ class Roster:
         self._links: dict[str, WorkerLink] = {}  # by process
         self._by_results: dict[str, str] = {}  # key of a result stream -> process
         self._given_up: dict[str, WorkerLink] = {}
+        self._lost: list[WorkerLink] = []  # whose streams are still as if they lived
         self._refused: set[str] = set()
+        self._last_look = time.monotonic()
 
     @property
     def names(self) -> dict[str, str]:
@@ -56,6 +58,11 @@ class Roster:
         """The workers that are scheduled on. Not to be changed."""
         return list(self._links.values())
 
+    @property
+    def processes(self) -> set[str]:
+        """Every incarnation that steps are sent to, or may be again."""
+        return {*self._links, *self._given_up}
+
     def process_with_results(self, key: str) -> str | None:
         """Whose result stream this is; None if that worker was given up."""
         return self._by_results.get(key)
@@ -65,13 +72,14 @@ class Roster:
         while True:
             try:
                 fields_of = await self._bus.processes("worker")
+                self._note_look()
                 await self._judge(fields_of)
                 await self._welcome(fields_of)
             except BusDownError:
                 self._forgive_silence()
             await asyncio.sleep(HEARTBEAT_S)
 
-    def lose(self, process: str, reason: str) -> None:
+    def lose(self, process: str, reason: str, *, is_orderly: bool = False) -> None:
         """Give a worker up; what ran on it waits for another, or for its return."""
         link = self._links.pop(process, None)
         if link is None:
@@ -80,7 +88,8 @@ class Roster:
         del self._by_results[results], self._reader.cursors[results]
         link.last_step = self._scheduler.lanes[process].next_step - 1
         self._given_up[process] = link
-        self._scheduler.remove_worker(process)
+        self._lost.append(link)
+        self._scheduler.remove_worker(process, is_orderly=is_orderly)
         log.warning("worker_lost", worker=process, reason=reason)
 
     async def _judge(self, fields_of: FieldsOf) -> None:
@@ -88,6 +97,7 @@ class Roster:
         settings = self._settings
         for process, link in list(self._links.items()):
             fields = fields_of.get(link.name)
+            is_orderly = fields is None or fields.get("state") == "draining"
             if fields is None:
                 reason: str | None = "it left"
             else:
@@ -96,8 +106,10 @@ class Roster:
                     fields, now, settings.worker_timeout_s, settings.step_timeout_s
                 )
             if reason is not None:
-                self.lose(process, reason)
-                await self._lay_out(link)
+                self.lose(process, reason, is_orderly=is_orderly)
+        while self._lost:
+            await self._lay_out(self._lost[0])
+            self._lost.pop(0)
 
     async def _welcome(self, fields_of: FieldsOf) -> None:
         for name, fields in fields_of.items():
@@ -145,8 +157,15 @@ class Roster:
         """Let what a lost incarnation leaves behind fade, unless it comes back."""
         keys = self._bus.keys
         streams = (keys.steps(link.process), keys.results(link.process))
-        await self._bus.write([("EXPIRE", key, DEAD_STREAM_TTL_S) for key in streams])
+        await self._bus.write([("EXPIRE", key, STREAM_TTL_S) for key in streams])
         await self._mirror.clear([link.name])
+
+    def _note_look(self) -> None:
+        """After a time in which nobody could be heard, nobody's silence counts."""
+        now = time.monotonic()
+        if now - self._last_look > GAP_S:
+            self._forgive_silence()
+        self._last_look = now
 
     def _forgive_silence(self) -> None:
         """Nobody could be heard for a while: that is no worker's fault."""

@@ -135,6 +135,8 @@ class Leader:
         self._reader = bus.reader({}, max_block_ms=BLOCK_MS)
         self._roster = Roster(bus, settings, self._scheduler, self._reader, self._mirror)
         self._gateways = Gateways(bus, settings, self._scheduler, self._ledger)
+        self._held_until = time.monotonic() + settings.leader_lease_s  # the lease, for certain
+        self._redis_life = ""  # run id of the server that all this was read from
         self._uncommitted = asyncio.Event()
         self._num_commits = 0
         self._live = LiveConfig(settings, {})
@@ -152,7 +154,9 @@ class Leader:
                 group.create_task(self._roster.watch()),
                 group.create_task(self._gateways.watch()),
                 group.create_task(self._mirror_forever()),
-                group.create_task(Sweeper(self._bus).sweep_forever()),
+                group.create_task(
+                    Sweeper(self._bus, lambda: self._roster.processes).sweep_forever()
+                ),
             ]
             group.create_task(self._commit_until_closed())
             while not stopping.is_set():
@@ -172,6 +176,7 @@ class Leader:
 
     async def _recover(self) -> None:
         started = time.monotonic()
+        self._redis_life = await self._current_redis_life()
         found = await retrying(partial(recovery.recover, self._bus))
         self._live = LiveConfig(self._settings, found.config)
         self._reconfigure()
@@ -303,11 +308,11 @@ class Leader:
         """Send the steps first: they keep the devices busy. What was decided is committed after."""
         lanes = self._scheduler.lanes
         self._is_gathering = False
-        for process in list(lanes):
-            if self._gathers(lanes[process]):
+        for process in list(lanes):  # any of which may be lost while a step is being sent
+            if process in lanes and self._gathers(lanes[process]):
                 self._is_gathering = True
                 continue
-            while process in lanes and (  # it may be lost while a step is being sent
+            while process in lanes and (
                 len(lanes[process].in_flight) < self._settings.steps_in_flight
             ):
                 step = self._scheduler.schedule(process, self._now())
@@ -361,20 +366,35 @@ class Leader:
     # ------------------------------------------------------------ chores
 
     async def _renew(self) -> None:
-        """Hold the lease, and with each renewal look at the server's clock."""
+        """Hold the lease, and with each renewal look at the server's clock, and whether it is new.
+
+        A server that was restarted, or another that took its place, may have forgotten steps and
+        results behind the last commit. Nobody can tell which, so this epoch ends and the next one
+        begins from what is there.
+        """
         lease_s = self._settings.leader_lease_s
         while True:
             await asyncio.sleep(lease_s / 5)
+            asked = time.monotonic()
             epoch, now_ms = await retrying(
                 partial(self._bus.lead, self._owner, lease_s, self._epoch)
             )
             if epoch != self._epoch:
                 raise FencedError("another scheduler leads")
+            if await self._current_redis_life() != self._redis_life:
+                raise FencedError("Redis was restarted")
+            self._held_until = asked + lease_s
             self._clock_offset = now_ms / 1000 - time.monotonic()
 
+    async def _current_redis_life(self) -> str:
+        return (await retrying(self._bus.server)).get("run_id", "")
+
     async def _mirror_forever(self) -> None:
+        """Show the queues. No epoch guards them, so whoever may be deposed keeps off them."""
         while True:
             await asyncio.sleep(INTERVAL_S)
+            if time.monotonic() > self._held_until:
+                continue
             try:
                 await self._mirror.write(self._scheduler, self._roster.names)
             except BusDownError:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.config import WorkerCapacity
 
+STREAM_TTL_S = 60
+"""How long the streams of a dead worker can still be looked at."""
+
 
 @dataclass(slots=True)
 class WorkerLink:

@@ -64,8 +64,8 @@ STREAM_LENGTH = 256  # entries kept of steps and results; both readers are at mo
 OUT_LENGTH = 4096  # entries kept for a gateway
 DEAD_LENGTH = 1000
 
-_SUBMIT, _ABORT, _LEAD, _COMMIT, _APPEND, _BEAT, _BURY = map(
-    Script, ("submit", "abort", "lead", "commit", "append", "beat", "bury")
+_SUBMIT, _ASK, _ABORT, _LEAD, _COMMIT, _APPEND, _BEAT, _BURY = map(
+    Script, ("submit", "ask", "abort", "lead", "commit", "append", "beat", "bury")
 )
 
 
@@ -166,16 +166,16 @@ class Bus:
 
     async def resume(self, resume: ResumeRequest) -> None:
         """Ask to follow a request; harmless to repeat."""
-        fields = ("kind", "resume", "id", resume.req_id, "body", codec.encode(resume))
-        await self._connection.command("XADD", self.keys.requests(), "*", *fields)
+        args: list[Argument] = ["resume", resume.req_id, codec.encode(resume)]
+        await self._connection.script(_ASK, [self.keys.requests()], args)
 
     async def resubmit(self, request: EngineCoreRequest) -> None:
         """Submit a request with the output that its client has; it takes the place of the first.
 
         Passes whatever the queue's length: it was admitted once. Harmless to repeat.
         """
-        fields = ("kind", "add", "id", request.req_id, "body", codec.encode(request))
-        await self._connection.command("XADD", self.keys.requests(), "*", *fields)
+        args: list[Argument] = ["add", request.req_id, codec.encode(request)]
+        await self._connection.script(_ASK, [self.keys.requests()], args)
 
     async def reconfigure(self, change: ConfigChange) -> None:
         """Ask for other settings; the outcome will stand in `config`."""
@@ -314,6 +314,14 @@ class Bus:
         ]
         await self._connection.commands(commands, atomic=True)
 
+    async def worker_streams(self) -> dict[str, list[str]]:
+        """Find every stream of steps and results that there is, by process. Walks all keys."""
+        found: dict[str, list[str]] = {}
+        for prefix in (self.keys.steps(""), self.keys.results("")):
+            async for key in self._keys_with(prefix):
+                found.setdefault(key.removeprefix(prefix), []).append(key)
+        return found
+
     async def processes(self, role: str) -> dict[str, dict[str, str]]:
         """Look up the processes of a role on the roster; a silent one has no fields."""
         roster = await self._hash(self.keys.roster(role))
@@ -390,6 +398,17 @@ class Bus:
     async def _append(self, key: str, entry_id: str, fields: Mapping[str, Any]) -> None:
         pairs = [item for pair in fields.items() for item in pair]
         await self._connection.script(_APPEND, [key], [entry_id, STREAM_LENGTH, *pairs])
+
+    async def _keys_with(self, prefix: str) -> AsyncIterator[str]:
+        """Walk all keys for those that begin so; the braces of a pool mean nothing in a pattern."""
+        cursor = b"0"
+        while True:
+            words = ("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", 1000)
+            cursor, keys = await self._connection.command(*words)
+            for key in keys:
+                yield key.decode()
+            if cursor == b"0":
+                return
 
     async def _configured(self, name: str) -> str | None:
         try:

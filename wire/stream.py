@@ -70,7 +70,8 @@ class Reader:
         for raw_key, raw_entries in reply or []:
             found = entries_of(raw_key.decode(), raw_entries)
             entries += found
-            self.cursors[found[-1].key] = found[-1].entry_id
+            if found[-1].key in self.cursors:  # else it was taken off while this was under way
+                self.cursors[found[-1].key] = found[-1].entry_id
         return entries
 
     async def close(self) -> None:

@@ -205,7 +205,7 @@ async def _notify(client: Client) -> None:
 
 
 def random_clients(draw: random.Random) -> Any:
-    """Requests of every kind, without end: short and long, shared prefixes, with and without luck."""
+    """Requests of every kind, without end: short and long, greedy and not, with shared prefixes."""
     for number in itertools.count():
         length = draw.choice((1, 5, 15, 16, 17, 31, 48, 90))
         prompt = [draw.randrange(4) + 1] * (length // 2) + [number % VOCAB] * (length - length // 2)

@@ -31,6 +31,9 @@ SCHEDULER = ("-m", "scheduler_svc")
 WORKER = ("-m", "tests.fakes.oracle_worker")
 GATEWAY = ("-m", "tests.fakes.stream_gateway")
 
+FIXED = {"requests", "log", "epoch", "stats", "tenants", "workers", "gateways", "schedulers"}
+"""Keys that every pool has for ever."""
+
 RESTART_PAUSE_S = 0.1
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -288,13 +291,35 @@ class Pool:
                 pipeline.pttl(key)
             return list(zip(keys, await pipeline.execute(), strict=True))
 
+    async def is_quiet(self) -> bool:
+        """Whether the pool is as if nobody had ever come: no request, no block, no lasting key."""
+        stats = await self.bus.stats()
+        return (
+            (await self.bus.queue_lengths([]))["requests"] == 0
+            and int(stats.get("total_blocks", 0)) > 0
+            and stats["free_blocks"] == stats["total_blocks"]
+            and stats["free_cpu_blocks"] == stats["total_cpu_blocks"]
+            and stats["num_requests_running"] == stats["num_requests_waiting"] == "0"
+            and not await self.lasting_keys()
+        )
+
+    async def lasting_keys(self) -> list[str]:
+        """Keys beyond those of every pool that no time to live will remove."""
+        workers = await self.bus.processes("worker")
+        alive = [f"{name}.{fields.get('incarnation')}" for name, fields in workers.items()]
+        allowed = {f"{kind}:{process}" for kind in ("steps", "results") for process in alive}
+        prefix = self.bus.keys.named("")
+        names = [key.removeprefix(prefix) for key, ttl in await self.keys() if ttl == -1]
+        return sorted(set(names) - allowed - FIXED)
+
     def tracebacks(self) -> list[str]:
         """Whatever a process wrote that only a bug writes."""
-        found = []
-        for process in self.processes:
-            if process.log.exists() and "Traceback" in (text := process.log.read_text()):
-                found.append(f"{process.name}: …{text[-1500:]}")
-        return found
+        logs = [(one.name, one.log.read_text()) for one in self.processes if one.log.exists()]
+        return [
+            f"{name}: …{text[text.index('Traceback') - 500 :][:5000]}"
+            for name, text in logs
+            if "Traceback" in text
+        ]
 
 
 def _dies_with_us() -> None:

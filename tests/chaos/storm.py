@@ -27,9 +27,6 @@ from tests.chaos.clients import ABORTED_WITH_GATEWAY, Crowd, random_clients
 from tests.chaos.pool import Pool, Process
 from wire.bus import BusError
 
-FIXED = {"requests", "log", "epoch", "stats", "tenants", "workers", "gateways", "schedulers"}
-"""Keys that every pool has for ever."""
-
 QUIET_S = 60.0
 """How long after the last client the pool may take to be as if nobody had ever come."""
 
@@ -220,7 +217,7 @@ class Storm:
             self._sum_up()
             await self._pool.close(keep_logs=bool(report.violations))
             if report.violations:
-                print(self.how_to_repeat(), file=sys.stderr)
+                sys.stderr.write(self.how_to_repeat())
         return report
 
     def how_to_repeat(self) -> str:
@@ -230,7 +227,7 @@ class Storm:
             f"python -m tests.chaos.storm --seed {f.seed} --requests {f.num_requests} "
             f"--faults {f.num_faults} --redis {f.kind}"
         )
-        return f"again: {again}\nlogs:  {self._pool.folder}"
+        return f"again: {again}\nlogs:  {self._pool.folder}\n"
 
     # ------------------------------------------------------------ while it storms
 
@@ -275,46 +272,12 @@ class Storm:
 
     async def _settle(self) -> None:
         """Wait until the pool is empty; what then is left must be allowed to be."""
-        bus, pool = self._pool.bus, self._pool
-        figures: dict[str, str] = {}
-
-        async def is_quiet() -> bool:
-            figures.clear()
-            figures.update(await bus.stats())
-            figures["in_flight"] = str((await bus.queue_lengths([]))["requests"])
-            return (
-                figures["in_flight"] == "0"
-                and figures.get("total_blocks") == str(48 * len(pool.workers))
-                and figures["free_blocks"] == figures["total_blocks"]
-                and figures["free_cpu_blocks"] == figures["total_cpu_blocks"]
-                and figures["num_requests_running"] == figures["num_requests_waiting"] == "0"
-                and not await self._lasting_keys()
-            )
-
         try:
-            await pool.until(is_quiet, QUIET_S)
+            await self._pool.until(self._pool.is_quiet, QUIET_S)
         except TimeoutError:
-            keys = await self._lasting_keys()
-            self.report.violations.append(f"not quiet: {figures}, keys left: {keys[:20]}")
+            stats, keys = await self._pool.bus.stats(), await self._pool.lasting_keys()
+            self.report.violations.append(f"not quiet: {stats}, keys left: {keys[:20]}")
         await self._check_records()
-
-    async def _lasting_keys(self) -> list[str]:
-        """Keys beyond those of every pool that no time to live will remove."""
-        bus = self._pool.bus
-        alive = [
-            f"{name}.{fields.get('incarnation')}"
-            for name, fields in (await bus.processes("worker")).items()
-        ]
-        allowed = FIXED | {
-            f"{kind}:{process}" for kind in ("steps", "results") for process in alive
-        }
-        prefix = bus.keys.named("")
-        left = []
-        for key, ttl in await self._pool.keys():
-            name = key.removeprefix(prefix)
-            if ttl == -1 and name not in allowed:
-                left.append(name)
-        return left
 
     async def _check_records(self) -> None:
         """What Redis says of each request is what its client got."""
@@ -366,9 +329,8 @@ def main() -> int:
             )
         ).run()
     )
-    print(report.line())
-    for violation in report.violations[:20]:
-        print(violation, file=sys.stderr)
+    sys.stdout.write(f"{report.line()}\n")
+    sys.stderr.writelines(f"{violation}\n" for violation in report.violations[:20])
     return 1 if report.violations else 0
 
 

@@ -22,7 +22,7 @@ from tests.fakes.up import PAGESTREAM, Up, model_folder
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).parents[2]
-NUM_PROMPTS = int(os.environ.get("TEST_PROMPTS", "16"))  # 32 for the long form
+NUM_PROMPTS = int(os.environ.get("TEST_PROMPTS", "12"))  # 32 for the long form
 NUM_TOKENS = 32
 TIE = 1e-4
 PREFIX = 200  # tokens shared by the prompts of the prefix tests
@@ -142,10 +142,14 @@ def start(tmp_path: Path, models: Path) -> Iterator[Callable[..., Up]]:
 
 
 SCENARIOS: dict[str, dict[str, int]] = {
-    "a large pool": {},
+    "a large pool": {"NUM_GPU_BLOCKS": 2000},
     "a pool so small that requests are preempted": {"NUM_GPU_BLOCKS": 110},
-    "a small token budget": {"MAX_NUM_BATCHED_TOKENS": 64, "MAX_NUM_SEQS": 32},
-    "two workers": {"workers": 2},
+    "a small token budget": {
+        "NUM_GPU_BLOCKS": 2000,
+        "MAX_NUM_BATCHED_TOKENS": 64,
+        "MAX_NUM_SEQS": 32,
+    },
+    "two workers": {"NUM_GPU_BLOCKS": 1000, "workers": 2},
 }
 
 

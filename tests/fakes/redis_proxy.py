@@ -24,6 +24,8 @@ class RedisProxy:
         self._replies_to_lose = 0
         self._open = asyncio.Event()
         self._open.set()
+        self._reaches = asyncio.Event()
+        self._reaches.set()
         self._sent = asyncio.Condition()
         self.num_sent = 0  # pieces that clients have sent
         self.rewrite: Callable[[bytes], bytes] = lambda reply: reply
@@ -36,6 +38,7 @@ class RedisProxy:
         assert self._server is not None
         self._server.close()
         self.release_replies()
+        self.heal()
         self.cut()
         await self._server.wait_closed()
         shutil.rmtree(self._folder)
@@ -56,6 +59,14 @@ class RedisProxy:
     def release_replies(self) -> None:
         """Pass on what was held back, and all that comes."""
         self._open.set()
+
+    def cut_off(self) -> None:
+        """Let nothing through in either direction, and nobody know, until `heal`."""
+        self._reaches.clear()
+
+    def heal(self) -> None:
+        """Let through what was sent meanwhile, as a network does that sends lost packets again."""
+        self._reaches.set()
 
     def cut(self) -> None:
         """Cut every connection; new ones are welcome."""
@@ -89,6 +100,7 @@ class RedisProxy:
         self, reader: asyncio.StreamReader, server: asyncio.StreamWriter
     ) -> None:
         while piece := await reader.read(1 << 20):
+            await self._reaches.wait()
             server.write(piece)
             await server.drain()
             async with self._sent:
@@ -104,6 +116,7 @@ class RedisProxy:
     ) -> None:
         while piece := await replies.read(1 << 20):
             await self._open.wait()
+            await self._reaches.wait()
             if self._replies_to_lose:
                 self._replies_to_lose -= 1
                 server.close()

@@ -106,7 +106,7 @@ class StreamClient:
         return stream
 
     async def start(self, stream: Stream) -> None:
-        """Submit a request that its client has made up. QueueFullError or BusFullError if refused."""
+        """Submit what its client has made up. QueueFullError or BusFullError if refused."""
         request = self._request(stream)
         limit, retention_s = self._settings.max_queued_requests, self._settings.retention_s
         await retrying(partial(self.bus.submit, [request], limit, retention_s))

@@ -1,13 +1,12 @@
-"""Triton's interpreter, made right for bfloat16 and float8, so that a machine without a GPU can
-run kernels.
+"""Triton's interpreter, made right for bfloat16 and float8: runs kernels where no GPU is.
 
 As shipped it does bfloat16 and float8 arithmetic on the raw bits. Here their operands become
 float32, the operation is done there, and the result is rounded to nearest even, as a GPU does;
 what is too large for a float8 becomes its largest value.
 
 `install` comes before any module of `kernels` is imported: a function is made for the interpreter
-or for the compiler when it is decorated; only Triton's own are made anew. It sets no environment variable, for a process that a test
-starts must not inherit it.
+or for the compiler when it is decorated; only Triton's own are made anew. It sets no environment
+variable, for a process that a test starts must not inherit it.
 """
 
 from __future__ import annotations
@@ -103,65 +102,84 @@ def _widened_handle(handle: Any) -> Array:
     return _widened(handle.data, handle.dtype.scalar)
 
 
-def _converted(source: Any, target: tl.dtype) -> Any:
+# ---------------------------------------------------------------- what is replaced, and when
+
+
+def _first_is_narrow(first: Any, *_others: Any) -> bool:
+    return _is_narrow(first)
+
+
+def _third_is_narrow(_first: Any, _second: Any, third: Any, *_others: Any) -> bool:
+    return _is_narrow(third)
+
+
+def _computes_narrow(_left: Any, _right: Any, other: Any, operation: Any) -> bool:
+    return operation is not np.where and _is_narrow(other)
+
+
+def _converts_narrow(source: Any, target: tl.dtype, *_others: Any) -> bool:
+    return _is_narrow(source) or target.scalar in _TORCH
+
+
+def _always(*_operands: Any) -> bool:
+    return True
+
+
+def _unary(operand: Any, operation: Callable[..., Array]) -> Any:
+    return _handle(operation(_widened_handle(operand)), operand.dtype.scalar)
+
+
+def _binary(left: Any, right: Any, operation: Callable[..., Array]) -> Any:
+    data = operation(_widened_handle(left), _widened_handle(right))
+    return _handle(data, tl.int1 if operation in _COMPARISONS else left.dtype.scalar)
+
+
+def _ternary(left: Any, right: Any, other: Any, operation: Callable[..., Array]) -> Any:
+    operands = (_widened_handle(operand) for operand in (left, right, other))
+    return _handle(operation(*operands), other.dtype.scalar)
+
+
+def _fma(left: Any, right: Any, other: Any) -> Any:
+    product = _widened_handle(left).astype(np.float64) * _widened_handle(right)
+    return _handle(product + _widened_handle(other), other.dtype.scalar)
+
+
+def _dot(left: Any, right: Any, total: Any, *_options: Any) -> Any:
+    product = np.matmul(_widened_handle(left), _widened_handle(right), dtype=total.data.dtype)
+    return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+
+def _convert(source: Any, target: tl.dtype, *_rounding: Any) -> Any:
     data = _widened_handle(source)
     if target.scalar not in _TORCH:
         data = data.astype(interpreter._get_np_dtype(target))
     return _handle(data, target.scalar)
 
 
+_REPLACEMENTS = (
+    ("unary_op", _first_is_narrow, _unary),
+    ("binary_op", _first_is_narrow, _binary),
+    ("ternary_op", _computes_narrow, _ternary),
+    ("create_fma", _third_is_narrow, _fma),
+    ("create_dot", _always, _dot),
+    ("cast_impl", _converts_narrow, _convert),
+    ("create_fp_to_fp", _converts_narrow, _convert),
+)
+
+
 def _patch_builder(builder: Any) -> None:
     """Wrap what the interpreter does to numbers."""
+    for name, applies, replacement in _REPLACEMENTS:
+        setattr(builder, name, _wrapped(getattr(builder, name), applies, replacement))
 
-    def wrap(name: str, is_ours: Callable[..., bool], replacement: Callable[..., Any]) -> None:
-        original = getattr(builder, name)
 
-        def wrapped(self: Any, *arguments: Any) -> Any:
-            return replacement(*arguments) if is_ours(*arguments) else original(self, *arguments)
+def _wrapped(
+    original: Callable[..., Any], applies: Callable[..., bool], replacement: Callable[..., Any]
+) -> Callable[..., Any]:
+    def method(self: Any, *operands: Any) -> Any:
+        return replacement(*operands) if applies(*operands) else original(self, *operands)
 
-        setattr(builder, name, wrapped)
-
-    def first_is_narrow(first: Any, *_others: Any) -> bool:
-        return _is_narrow(first)
-
-    def third_is_narrow(_first: Any, _second: Any, third: Any, *_others: Any) -> bool:
-        return _is_narrow(third)
-
-    def converts_narrow(source: Any, target: tl.dtype, *_others: Any) -> bool:
-        return _is_narrow(source) or target.scalar in _TORCH
-
-    def unary(operand: Any, operation: Callable[..., Array]) -> Any:
-        return _handle(operation(_widened_handle(operand)), operand.dtype.scalar)
-
-    def binary(left: Any, right: Any, operation: Callable[..., Array]) -> Any:
-        data = operation(_widened_handle(left), _widened_handle(right))
-        return _handle(data, tl.int1 if operation in _COMPARISONS else left.dtype.scalar)
-
-    def ternary(left: Any, right: Any, other: Any, operation: Callable[..., Array]) -> Any:
-        operands = (_widened_handle(operand) for operand in (left, right, other))
-        return _handle(operation(*operands), other.dtype.scalar)
-
-    def fma(left: Any, right: Any, other: Any) -> Any:
-        product = _widened_handle(left).astype(np.float64) * _widened_handle(right)
-        return _handle(product + _widened_handle(other), other.dtype.scalar)
-
-    def dot(left: Any, right: Any, total: Any, *_options: Any) -> Any:
-        product = np.matmul(_widened_handle(left), _widened_handle(right), dtype=total.data.dtype)
-        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
-
-    def convert(source: Any, target: tl.dtype, *_rounding: Any) -> Any:
-        return _converted(source, target)
-
-    def computes_narrow(left: Any, right: Any, other: Any, operation: Any) -> bool:
-        return operation is not np.where and _is_narrow(other)
-
-    wrap("unary_op", first_is_narrow, unary)
-    wrap("binary_op", first_is_narrow, binary)
-    wrap("ternary_op", computes_narrow, ternary)
-    wrap("create_fma", third_is_narrow, fma)
-    wrap("create_dot", lambda *_arguments: True, dot)
-    wrap("cast_impl", converts_narrow, convert)
-    wrap("create_fp_to_fp", converts_narrow, convert)
+    return method
 
 
 def _patch_sum(reductions: Any) -> None:
@@ -171,8 +189,7 @@ def _patch_sum(reductions: Any) -> None:
         dtype = values.handle.dtype.scalar
         if dtype not in _TORCH:
             return original(self, values)
-        wide = _widened_handle(values.handle)
-        total = np.sum(wide, axis=self.axis, keepdims=self.keep_dims)
+        total = np.sum(_widened_handle(values.handle), axis=self.axis, keepdims=self.keep_dims)
         return self.to_tensor(_narrowed(total, dtype), values.dtype)
 
     reductions.sum = narrow_sum

@@ -4,7 +4,7 @@
 -- ARGV: epoch, number of the commit (dense, from 1 in each epoch), body for the log, msgpack of
 --   {trim    = 1 to drop the log before this entry,
 --    updates = {{req key, {field, value, …}}, …},
---    tokens  = {{tok key, byte offset, bytes}, …},
+--    tokens  = {{tok key, byte offset, bytes}, …}   from offset 0 on, in place of what was there,
 --    ended   = {{req key, tok key, entry id}, …},
 --    entries = {entry id, …}      further entries of `requests` that are done with,
 --    outs    = {{out key, body}, …},
@@ -41,7 +41,10 @@ local part = cmsgpack.unpack(ARGV[4])
 if part.trim == 1 then redis.pcall('XTRIM', KEYS[2], 'MINID', id) end
 redis.call('XADD', KEYS[2], id, 'tokens', part.num_tokens, 'body', ARGV[3])
 for _, one in ipairs(part.updates) do redis.pcall('HSET', one[1], unpack(one[2])) end
-for _, one in ipairs(part.tokens) do redis.pcall('SETRANGE', one[1], one[2], one[3]) end
+for _, one in ipairs(part.tokens) do
+  if one[2] == 0 then redis.pcall('SET', one[1], one[3])
+  else redis.pcall('SETRANGE', one[1], one[2], one[3]) end
+end
 for _, one in ipairs(part.ended) do
   redis.pcall('PEXPIRE', one[1], part.retention)
   redis.pcall('PEXPIRE', one[2], part.retention)

@@ -112,6 +112,16 @@ async def test_a_redis_that_stays_away_is_a_503(
     assert (await world.complete("x"))[0] == 200
 
 
+async def test_a_redis_that_is_full_is_a_503_until_there_is_room(world: World) -> None:
+    await world.bus.write([("CONFIG", "SET", "maxmemory", 1)])
+    status, body = await world.complete("x")
+    assert (status, body["error"]["code"]) == (503, "unavailable")
+    assert "full" in body["error"]["message"]
+    await world.bus.write([("CONFIG", "SET", "maxmemory", 0)])
+    assert (await world.complete("x"))[0] == 200
+    assert not world.engine.aborts
+
+
 async def test_a_gateway_without_its_model_lives_but_is_not_ready(
     make_settings: Callable[..., Settings], tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """Compiles what the launchers launch, for GPUs that are not there, and reads what came out.
 
 Run as a process of its own: `python -m tests.unit.kernels.ahead_of_time ARCH CASE …` prints one
-JSON object. A launcher runs on small tensors of the CPU up to the launch, which is recorded instead:
+JSON object. A launcher runs on small tensors of the CPU up to the launch, which is noted instead:
 so what is compiled has the very arguments, constants and options that a GPU would get. Figures are
 kept beside Triton's own cache, by what they were made from.
 """
