@@ -39,6 +39,7 @@ class Up:
             "PAGESTREAM_DATA_DIR": str(data_dir),
             "PAGESTREAM_PORT": str(self.port),
             "PAGESTREAM_MODEL_CACHE_DIR": str(models),
+            "OMP_WAIT_POLICY": "passive",  # threads that wait take no time from the others
             "PAGESTREAM_DRAIN_TIMEOUT_S": "10",
             "PAGESTREAM_KV_CACHE_MEMORY_BYTES": str(64 * 1024 * 1024),
         }
