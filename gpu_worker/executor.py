@@ -99,7 +99,7 @@ class Executor:
             torch.set_num_interop_threads(1)
         settings = self._settings
         model = load_model(settings, folder)
-        backend = select_backend(settings, model.dtype, model.device)
+        backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
         capacity = self._fit(model)
         self._runner = ModelRunner(model, backend, capacity)
         self._runner.warm_up()

@@ -169,8 +169,11 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
                 }
                 peak = std::max(peak, max_of(s[r][l]));
             }
-            if (peak == NONE) {  // this row sees nothing yet
+            if (peak == NONE) {  // this row sees nothing yet, or nothing that is a number
                 for (int t = 0; t < GROUP; t++) p[t][r] = 0.f;
+                for (int l = 0; l < LANES; l++)
+                    for (int i = 0; i < VL; i++)
+                        if (s[r][l][i] != s[r][l][i]) total[r] = s[r][l][i];
                 continue;
             }
             if (peak > top[r]) {
@@ -181,7 +184,8 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
             }
             for (int l = 0; l < LANES; l++) {
                 vec e = exp2v(s[r][l] - peak);
-                if (is_edge) e = pick(s[r][l] > all(NONE), e, vec{});
+                if (is_edge) e = pick(s[r][l] == all(NONE), vec{}, e);
+                e = pick(s[r][l] != s[r][l], s[r][l], e);  // what is no number stays none
                 total[r] += sum_of(e);
                 for (int i = 0; i < VL; i++) p[l * VL + i][r] = e[i];
             }
@@ -201,7 +205,7 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
         }
     }
     for (int r = 0; r < N; r++) {
-        const float share = total[r] > 0 ? 1.f / total[r] : 0.f;
+        const float share = total[r] == 0 ? 0.f : 1.f / total[r];
         for (int w = 0; w < W; w++)
             for (int i = 0; i < VL; i++) put(rows[r].out + w * VL + i, acc[r][w][i] * share);
     }

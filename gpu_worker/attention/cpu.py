@@ -36,7 +36,7 @@ class _Step(ctypes.Structure):
 class CpuAttention:
     """The fast backend of a CPU worker. See `AttentionBackend` for what its methods promise.
 
-    Raises NoLibraryError from `alloc_kv` where the kernel cannot be had.
+    Raises NoLibraryError where the kernel cannot be had: when made, or from `prepare`.
     """
 
     def __init__(self, block_size: int, dtype: torch.dtype, cache_dir: Path) -> None:
@@ -53,10 +53,14 @@ class CpuAttention:
         self._metadata: AttentionMetadata | None = None
         self._step = _Step()
 
-    def alloc_kv(self, shapes: Sequence[KVShape], num_blocks: int) -> None:
-        """Make the cache. Memory that was never written may hold anything."""
+    def prepare(self, shapes: Sequence[KVShape]) -> None:
+        """Compile or load the kernel for these layers. Raises NoLibraryError."""
         for shape in shapes:
             self._library(shape)
+
+    def alloc_kv(self, shapes: Sequence[KVShape], num_blocks: int) -> None:
+        """Make the cache. Memory that was never written may hold anything."""
+        self.prepare(shapes)
         self._caches.clear()  # before the new one is made: both may not fit
         self._shapes = list(shapes)
         for shape in shapes:
@@ -65,6 +69,10 @@ class CpuAttention:
             value = (num_blocks, heads, size, shape.value_dim)
             made = (torch.empty(key, dtype=self._dtype), torch.empty(value, dtype=self._dtype))
             self._caches.append(made)
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The blocks of a layer, K and V, in the kernel's layout."""
+        return self._caches[layer]
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Give the kernel the addresses of what all layers share."""

@@ -93,6 +93,30 @@ def test_any_schedule_gives_the_models_own_greedy_answer(
     assert found == [tiny_models.greedy(model, prompt, 24) for prompt in prompts]
 
 
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33])
+def test_every_boundary_of_blocks_and_chunks_gives_the_same_answer(
+    length: int, make_runner: MakeRunner, tiny_folder: Callable[[str], Path]
+) -> None:
+    """One row, and as many blocks as the request needs: nothing to spare."""
+    draw = random.Random(length)
+    prompt = [draw.randrange(tiny_models.VOCAB) for _ in range(length)]
+    expected = tiny_models.greedy(tiny_models.reference(tiny_folder("llama")), prompt, 18)
+    num_blocks = -(-(length + 17) // 16)
+    runner = make_runner(num_blocks=num_blocks, max_num_seqs=1)
+    for chunk in {1, 15, 16, 17, length}:
+        runner.reset()
+        driver = StepDriver(num_blocks, 16)
+        driver.add(1, prompt)
+        request = driver.requests[1]
+        driver.take(execute(runner, driver.step(start={1: min(chunk, length)})))
+        while request.num_computed < length:
+            step = driver.step(chunks={1: min(chunk, length - request.num_computed)})
+            driver.take(execute(runner, step))
+        while len(request.output) < 18:
+            driver.take(execute(runner, driver.step()))
+        assert request.output == expected
+
+
 def test_no_schedule_changes_what_is_drawn(make_runner: MakeRunner) -> None:
     prompts = random_prompts(8, seed=9)
     samplings = [

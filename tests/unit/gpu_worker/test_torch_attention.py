@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,13 +48,16 @@ MIXED = [
 class Step:
     """A cache full of NaN, in which each sequence's cached tokens have been written."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - a step is all of these
         self,
         sequences: list[Sequence],
         shape: KVShape,
         num_heads: int,
         dtype: torch.dtype = torch.float32,
         spare_blocks: int = 3,
+        make_backend: Callable[[int, torch.dtype], Any] = lambda size, dtype: TorchAttention(
+            size, dtype, CPU
+        ),
     ) -> None:
         generator = torch.Generator().manual_seed(7)
         self.sequences = sequences
@@ -71,7 +76,7 @@ class Step:
         self.keys = [random(shape.num_kv_heads, s.length, shape.key_dim) for s in sequences]
         self.values = [random(shape.num_kv_heads, s.length, shape.value_dim) for s in sequences]
         self.queries = [random(num_heads, s.queries, shape.key_dim) for s in sequences]
-        self.backend = TorchAttention(BLOCK, dtype, CPU)
+        self.backend = make_backend(BLOCK, dtype)
         self.backend.alloc_kv([shape], self.num_blocks)
         for pool in self.backend.cache(0):
             pool.fill_(torch.nan)
@@ -242,3 +247,18 @@ def test_a_window_brings_only_the_blocks_together_that_it_can_see() -> None:
     plan = Planner(BLOCK, step.num_blocks, 300, torch.float32, CPU).plan(step.write(), 20)
     assert plan.groups[0].blocks.shape[1] <= 3
     assert plan.stretches[0].blocks.shape[1] <= 5
+
+
+def test_a_pool_of_more_than_two_billion_numbers_is_addressed_right() -> None:
+    """Only the memory of a few blocks is ever touched."""
+    shape, num_blocks = KVShape(8, 128, 8), 2**31 // (8 * 128 * BLOCK) + 2
+    backend = TorchAttention(BLOCK, torch.bfloat16, CPU)
+    backend.alloc_kv([shape], num_blocks)
+    assert backend.cache(0)[0].numel() > 2**31
+    last = torch.tensor([[num_blocks - 1]])
+    metadata = AttentionMetadata(np.array([0, 1]), np.array([1]), last[0] * BLOCK, last)
+    backend.begin_step(metadata)
+    value = torch.arange(64.0).view(8, 1, 8).bfloat16()
+    backend.write(0, torch.ones(8, 1, 128, dtype=torch.bfloat16), value)
+    out = backend.attend(0, torch.ones(8, 1, 128, dtype=torch.bfloat16), VARIANTS["plain"])
+    assert torch.equal(out, value.transpose(0, 1))
