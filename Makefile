@@ -18,7 +18,7 @@ UP_OPTIONS = $(strip $(call option,MODEL,model) $(call option,WORKERS,workers) \
   $(call option,GATEWAYS,gateways) $(call option,HOST,host) $(call option,PORT,port) \
   $(call option,REDIS,redis) $(call option,DATA_DIR,data-dir) $(call option,DEVICE,device))
 
-.PHONY: help up down test check lint types contracts format bench docs clean
+.PHONY: help up down test chaos soak check lint types contracts format bench docs clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -31,6 +31,16 @@ down:             ## stop it, from another shell
 
 test: $(READY)    ## every quick test
 	$(PYTEST) $(ARGS)
+
+chaos: $(READY)   ## kills, freezes and cuts for an hour or so; SEEDS='1 2' for other storms
+	$(PYTEST) -m chaos $(ARGS)
+	$(PYTEST) -m long tests/chaos
+	@for seed in $(or $(SEEDS),1 2 3); do for redis in valkey redis; do \
+	  $(BIN)/python -m tests.chaos.storm --seed $$seed --requests 1700 --faults 100 --redis $$redis \
+	    || exit 1; done; done
+
+soak: $(READY)    ## does anything grow in 20 minutes; MINUTES=60 for longer
+	$(BIN)/python -m bench.soak --minutes $(or $(MINUTES),20)
 
 check: lint types contracts test  ## what a change has to pass
 
@@ -48,6 +58,7 @@ format: $(READY)  ## put the code in the project's form
 
 bench: $(READY)   ## measurements, which gate nothing; REDIS=URL for those of the bus
 	$(BIN)/python bench/codec.py
+	$(BIN)/python -m bench.control_plane
 	$(if $(REDIS),$(BIN)/python bench/bus.py --set REDIS_URL='$(REDIS)')
 
 docs: $(READY)    ## write docs/configuration.md anew

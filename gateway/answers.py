@@ -1,19 +1,17 @@
 """What clients get: the bodies and stream chunks of the OpenAI endpoints. Pure.
 
-Owns the shapes. One Answer for one HTTP request; its choices are numbered through all prompts, `n`
-for each.
+Owns the shapes. One Answer for one HTTP request. What it says is a function of its id, its
+rendering and the outputs, so that two gateways say the same.
 """
 
 from __future__ import annotations
 
-import secrets
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from gateway.engine_client import SequenceOutput
+from gateway.rendering import Rendering
+from gateway.sequences import SequenceOutput
 
 
 @dataclass(slots=True)
@@ -47,26 +45,13 @@ class Answer(ABC):
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
 
-    def __init__(
-        self,
-        model: str,
-        prompts: Sequence[Sequence[int]],
-        *,
-        n: int = 1,
-        has_token_ids: bool = False,
-        has_usage: bool = False,
-        has_running_usage: bool = False,
-    ) -> None:
-        """Prepare an answer to `prompts` (token ids) of `n` choices each."""
-        self.answer_id = f"{self.id_prefix}-{secrets.token_hex(16)}"
-        self._created = int(time.time())
-        self._model = model
-        self._prompts = prompts
-        self._n = n
-        self._has_token_ids = has_token_ids
-        self._has_usage = has_usage
-        self._has_running_usage = has_running_usage
-        self._choices = [Choice(index) for index in range(len(prompts) * n)]
+    has_opening = True
+    """Whether a stream has a chunk for each choice before the first output."""
+
+    def __init__(self, req_id: str, rendering: Rendering) -> None:
+        self.answer_id = f"{self.id_prefix}-{req_id}"
+        self._rendering = rendering
+        self._choices = [Choice(index) for index in range(rendering.num_choices)]
 
     def add(self, output: SequenceOutput) -> None:
         """Take an output in that is not streamed."""
@@ -78,9 +63,8 @@ class Answer(ABC):
         return {**self._head(self.object_name), "choices": choices, "usage": self.usage()}
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first output."""
-        chunks = (self._opening(choice.index) for choice in self._choices)
-        return [self._chunk(chunk) for chunk in chunks if chunk is not None]
+        """Chunks before the first output, one for each choice, if `has_opening`."""
+        return [self._chunk(self._opening(choice.index)) for choice in self._choices]
 
     def chunk(self, output: SequenceOutput) -> dict[str, Any]:
         """Turn an output into a chunk of the stream."""
@@ -92,22 +76,24 @@ class Answer(ABC):
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
-        if self._has_token_ids:
+        if self._rendering.prompt_token_ids is not None:
             choice["token_ids"] = list(output.token_ids)
         return self._chunk(choice)
 
     def closing(self) -> list[dict[str, Any]]:
         """Chunks after the last output."""
-        if not self._has_usage:
+        if not self._rendering.has_usage:
             return []
         head = self._head(self.chunk_object_name)
         return [{**head, "choices": [], "usage": self.usage()}]
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far. Each prompt counts once, however many choices it has."""
-        prompt_tokens = sum(map(len, self._prompts))
+        prompt_tokens = sum(self._rendering.num_prompt_tokens)
         completion_tokens = sum(choice.num_tokens for choice in self._choices)
-        cached_tokens = sum(choice.num_cached_tokens for choice in self._choices[:: self._n])
+        cached_tokens = sum(
+            choice.num_cached_tokens for choice in self._choices[:: self._rendering.n]
+        )
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -118,8 +104,8 @@ class Answer(ABC):
     # ------------------------------------------------------------ what differs
 
     @abstractmethod
-    def _opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a choice, if it has one of its own."""
+    def _opening(self, index: int) -> dict[str, Any]:
+        """The chunk of a choice before its first output."""
 
     @abstractmethod
     def _delta(self, text: str) -> dict[str, Any]:
@@ -135,14 +121,14 @@ class Answer(ABC):
         return {
             "id": self.answer_id,
             "object": object_name,
-            "created": self._created,
-            "model": self._model,
+            "created": self._rendering.created,
+            "model": self._rendering.model,
         }
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         chunk = {**self._head(self.chunk_object_name), "choices": [choice]}
-        if self._has_usage:
-            chunk["usage"] = self.usage() if self._has_running_usage else None
+        if self._rendering.has_usage:
+            chunk["usage"] = self.usage() if self._rendering.has_running_usage else None
         return chunk
 
     def _end(self, choice: Choice) -> dict[str, Any]:
@@ -151,7 +137,7 @@ class Answer(ABC):
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        if self._has_token_ids:
+        if self._rendering.prompt_token_ids is not None:
             end["token_ids"] = choice.token_ids
         return end
 
@@ -162,29 +148,19 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     object_name = chunk_object_name = "text_completion"
 
-    def __init__(
-        self,
-        model: str,
-        prompts: Sequence[Sequence[int]],
-        *,
-        echoes: Sequence[str] | None = None,
-        **options: Any,
-    ) -> None:
-        """Prepare an answer; `echoes` are the texts of the prompts, to be put before the output."""
-        super().__init__(model, prompts, **options)
-        self._echoes = echoes
+    def __init__(self, req_id: str, rendering: Rendering) -> None:
+        super().__init__(req_id, rendering)
+        self.has_opening = bool(rendering.echoes or rendering.prompt_token_ids)
 
     def _echo(self, index: int) -> str:
-        return self._echoes[index // self._n] if self._echoes is not None else ""
+        echoes = self._rendering.echoes
+        return echoes[index // self._rendering.n] if echoes is not None else ""
 
     def _prompt_token_ids(self, index: int) -> dict[str, Any]:
-        if not self._has_token_ids:
-            return {}
-        return {"prompt_token_ids": list(self._prompts[index // self._n])}
+        prompts = self._rendering.prompt_token_ids
+        return {} if prompts is None else {"prompt_token_ids": prompts[index // self._rendering.n]}
 
-    def _opening(self, index: int) -> dict[str, Any] | None:
-        if self._echoes is None and not self._has_token_ids:
-            return None
+    def _opening(self, index: int) -> dict[str, Any]:
         return {
             "index": index,
             "text": self._echo(index),
@@ -222,9 +198,10 @@ class ChatAnswer(Answer):
         return [{**first, **self._prompt_token_ids()}, *others]
 
     def _prompt_token_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._prompts[0])} if self._has_token_ids else {}
+        prompts = self._rendering.prompt_token_ids
+        return {} if prompts is None else {"prompt_token_ids": prompts[0]}
 
-    def _opening(self, index: int) -> dict[str, Any] | None:
+    def _opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
@@ -234,3 +211,14 @@ class ChatAnswer(Answer):
     def _choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
         return {"index": choice.index, "message": message, **self._end(choice)}
+
+
+def answer_for(req_id: str, rendering: Rendering) -> Answer:
+    """Make the answer of the endpoint that was asked."""
+    cls = ChatAnswer if rendering.endpoint == "chat" else CompletionAnswer
+    return cls(req_id, rendering)
+
+
+def request_id_in(answer_id: str) -> str:
+    """Id of the first request of an answer, which is part of the answer's own."""
+    return answer_id.rpartition("-")[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway import handlers, status
+from gateway import admin, handlers, inspection, resume, status
 from gateway.app_keys import (
     BACKGROUND,
     BUS,
@@ -25,6 +25,7 @@ from gateway.middlewares import OpenRequests, answer_errors, echo_request_id
 from gateway.output_router import OutputRouter
 from gateway.readiness import Readiness
 from gateway.sampling import seeds
+from gateway.service_rate import ServiceRate
 from wire.bus import Bus, BusError
 from wire.config import Settings, new_incarnation, process_id
 from wire.service import heartbeat
@@ -45,13 +46,14 @@ def create_app(
     gateway_id = gateway_id or process_id("gateway")
     incarnation = new_incarnation()
     router = OutputRouter(bus, f"{gateway_id}.{incarnation}")
+    rate = ServiceRate()
     open_requests = OpenRequests()
     app = web.Application(
         middlewares=[open_requests.count, answer_errors], client_max_size=settings.max_body_bytes
     )
     app[SETTINGS] = settings
     app[BUS] = bus
-    app[ENGINE] = EngineClient(bus, router, settings)
+    app[ENGINE] = EngineClient(bus, router, settings, rate)
     app[READINESS] = Readiness(settings, bus)
     app[BACKGROUND] = Background()
     app[OPEN_REQUESTS] = open_requests
@@ -59,18 +61,25 @@ def create_app(
     app[KEEP_ALIVE_S] = keep_alive_s
     app.on_response_prepare.append(echo_request_id)
     app.cleanup_ctx.extend(
-        [_heart_ctx(gateway_id, incarnation), _engine_ctx(router), _model_ctx, _watch_ctx]
+        [_heart_ctx(gateway_id, incarnation), _engine_ctx(router), _model_ctx, _watch_ctx(rate)]
     )
     app.add_routes(
         [
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat_completions),
+            web.get("/v1/streams/{id}", resume.stream),
+            web.get("/v1/requests", inspection.list_requests),
+            web.get("/v1/requests/{id}", inspection.show_request),
+            web.delete("/v1/requests/{id}", inspection.cancel_request),
             web.get("/v1/models", status.list_models),
             web.get("/v1/models/{model:.+}", status.show_model),
             web.get("/health", status.health),
             web.get("/ready", status.ready),
             web.get("/metrics", status.metrics),
             web.get("/version", status.version),
+            web.get("/admin/config", admin.show_config),
+            web.patch("/admin/config", admin.change_config),
+            web.post("/admin/drain", admin.drain),
         ]
     )
     return app
@@ -118,7 +127,15 @@ async def _model_ctx(app: web.Application) -> AsyncIterator[None]:
         readiness.model.tokenizer.close()
 
 
-async def _watch_ctx(app: web.Application) -> AsyncIterator[None]:
-    """Know whether the pool can serve."""
-    async with app[BACKGROUND].running(app[READINESS].watch()):
-        yield
+def _watch_ctx(rate: ServiceRate) -> Context:
+    """Know whether the pool can serve, and how fast."""
+
+    async def context(app: web.Application) -> AsyncIterator[None]:
+        background = app[BACKGROUND]
+        async with (
+            background.running(app[READINESS].watch()),
+            background.running(rate.run(app[BUS])),
+        ):
+            yield
+
+    return context

@@ -1,179 +1,192 @@
-"""One client's sequences from submission to their end: tokens in, text out, aborted if left.
+"""One client's sequences from submission to their end, and let go of if they are left.
 
-Owns the life of a request as the gateway sees it: ids, handles, submission, text, and the abort of
-whatever was not finished when the caller leaves, for whatever reason. Knows no HTTP.
+Owns the life of an answer as the gateway sees it: submission, outputs, and what becomes of what was
+not finished when the caller leaves, for whatever reason: it is aborted, unless its client may come
+back for it. Knows no HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
 import structlog
 
-from gateway.detokenizer import Detokenizer, TextOptions
-from gateway.errors import ApiError, from_engine, internal, invalid, too_busy, unavailable
-from gateway.output_router import OutputRouter, SequenceDelta
-from gateway.vocabulary import Vocabulary
-from wire.bus import Bus, BusError, BusFullError, QueueFullError, retrying
+from gateway.errors import ApiError, internal, invalid, too_busy, unavailable
+from gateway.output_router import NO_HANDLE, Collector, Followed, OutputRouter
+from gateway.patience import patiently
+from gateway.recovery import Recovery
+from gateway.sequences import Reading, ReadSequence, SequenceOutput
+from gateway.service_rate import ServiceRate
+from wire.answer_record import AnswerRecord
+from wire.bus import Bus, BusError, BusFullError, ClaimedError, QueueFullError, retrying
 from wire.codec import WireError
 from wire.config import Settings
 from wire.messages import (
     AbortRequest,
     EngineCoreRequest,
-    FinishedRequest,
-    FinishReason,
+    ResumeRequest,
     SamplingParams,
-    StartedRequest,
     token_ids,
 )
 
 log = structlog.get_logger()
 
-SUBMIT_PATIENCE_S = 5.0  # Redis may be away for so long before a new request gets a 503
-FAREWELL_S = 2.0  # how long `close` tries to get the last aborts out
+FAREWELL_S = 2.0  # how long `close` tries to get the last farewells out
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One sequence to generate, and how it becomes text."""
+    """One sequence to generate."""
 
     prompt_token_ids: Sequence[int]
     sampling: SamplingParams
-    text: TextOptions = field(default_factory=TextOptions)
     priority: int = 0
     deadline_ms: int | None = None
     cache_salt: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """What is new of one sequence. With a `finish_reason` it is the last of it."""
-
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    num_output_tokens: int  # so far, these included
-    started: StartedRequest | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None  # the stop string or the stop token id
-    num_preemptions: int = 0
-
-
-class _Sequence:
-    """Where one sequence stands."""
-
-    def __init__(self, index: int, req_id: str, handle: int, detokenizer: Detokenizer) -> None:
-        self.index = index
-        self.req_id = req_id
-        self.handle = handle
-        self.detokenizer = detokenizer
-        self.num_output_tokens = 0
-        self.is_open = True
+    tenant: str = "default"
 
 
 class EngineClient:
     """Generates. One for a gateway; `run` is its background task."""
 
-    def __init__(self, bus: Bus, router: OutputRouter, settings: Settings) -> None:
+    def __init__(
+        self, bus: Bus, router: OutputRouter, settings: Settings, rate: ServiceRate
+    ) -> None:
         self._bus = bus
         self._router = router
         self._settings = settings
-        self._aborts: asyncio.Queue[AbortRequest] = asyncio.Queue()
+        self._rate = rate
+        self._recovery = Recovery(bus, router, self._part)
+        self._farewells: asyncio.Queue[AbortRequest | ResumeRequest] = asyncio.Queue()
 
     async def generate(
-        self, requests: Sequence[GenerationRequest], vocabulary: Vocabulary, idle_s: float
+        self,
+        requests: Sequence[GenerationRequest],
+        record: AnswerRecord,
+        reading: Reading,
+        lapsed_claim: str = "",
     ) -> AsyncGenerator[list[SequenceOutput], None]:
         """Queue these together, or none of them, and yield what comes until all have ended.
 
-        Yields an empty list whenever nothing came for `idle_s`. Close it (`aclosing`) to leave
-        early: what has not ended is then aborted. Raises ApiError; the others end with it.
+        `record` names them. Yields an empty list whenever nothing came for `idle_s`. If its client
+        may come back, each output is one token, or an end that came without one. Close it
+        (`aclosing`) to leave early. Raises ApiError, and ClaimedError if the client's key was used
+        before: then nothing was queued.
         """
-        collector = self._router.open(len(requests))
-        sequences = [
-            _Sequence(index, secrets.token_hex(16), handle, Detokenizer(vocabulary, request.text))
-            for index, (handle, request) in enumerate(zip(collector.handles, requests, strict=True))
-        ]
+        collector = Collector()
+        sequences = self._sequences(collector, record, reading)
+        for sequence, request in zip(sequences, requests, strict=True):
+            one = sequence.followed
+            one.request = self._core_request(one, request, record)
+        is_over = is_queued = False
         try:
-            await self._submit(
-                [self._core_request(*pair) for pair in zip(sequences, requests, strict=True)]
-            )
-            while any(sequence.is_open for sequence in sequences):
-                deltas = await collector.get(idle_s)
-                outputs = [
-                    self._advance(sequences[index], delta)
-                    for index, delta in deltas.items()
-                    if sequences[index].is_open
-                ]
-                if outputs or not deltas:
-                    yield outputs
+            await self._submit([s.followed for s in sequences], record, lapsed_claim)
+            is_queued = True
+            while any(sequence.has_more for sequence in sequences):
+                yield await self._next(collector, sequences, reading.idle_s)
+        except ClaimedError:
+            _close(sequences)
+            raise
         except _NotQueuedError as error:
-            for sequence in sequences:
-                sequence.is_open = False
+            _close(sequences)
             raise error.answer from None
+        except ApiError:
+            is_over = is_queued or record.claim is None  # else it may be found by its key
+            raise
         finally:
-            for sequence in sequences:
-                self._router.close(sequence.handle)
-                if sequence.is_open:
-                    self._abort(sequence)
+            self._leave(collector, sequences, is_over=is_over)
+
+    async def follow(
+        self, record: AnswerRecord, reading: Reading
+    ) -> AsyncGenerator[list[SequenceOutput], None]:
+        """Yield all outputs of sequences that were queued before, here or elsewhere, as above."""
+        collector = Collector()
+        sequences = self._sequences(collector, record, reading)
+        for one in [sequence.followed for sequence in sequences]:
+            if len(one.readers) == 1:
+                self._router.lose(one)
+        is_over = False
+        try:
+            while any(sequence.has_more for sequence in sequences):
+                yield await self._next(collector, sequences, reading.idle_s)
+        except ApiError:
+            is_over = True
+            raise
+        finally:
+            self._leave(collector, sequences, is_over=is_over)
 
     async def run(self) -> NoReturn:
-        """Publish aborts until cancelled, each until Redis has it.
+        """Publish farewells and recover what was lost, until cancelled.
 
-        They are queued here rather than published on the spot, since whoever leaves early is being
-        cancelled and cannot wait.
+        Farewells are queued here rather than published on the spot, since whoever leaves early is
+        being cancelled and cannot wait.
         """
-        while True:
-            abort = await self._aborts.get()
-            try:
-                await retrying(partial(self._bus.abort, abort))
-            except BusError as error:
-                log.error("abort_refused", req_id=abort.req_id, error=str(error))
-            finally:
-                self._aborts.task_done()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._recovery.run())
+            while True:
+                farewell = await self._farewells.get()
+                try:
+                    await self._publish(farewell)
+                except BusError as error:
+                    log.error("farewell_refused", req_id=farewell.req_id, error=str(error))
+                finally:
+                    self._farewells.task_done()
 
     async def close(self) -> None:
-        """Wait a moment for the last aborts; call it before `run` is cancelled."""
+        """Wait a moment for the last farewells; call it before `run` is cancelled."""
         try:
             async with asyncio.timeout(FAREWELL_S):
-                await self._aborts.join()
+                await self._farewells.join()
         except TimeoutError:
-            log.warning("aborts_unheard", num_aborts=self._aborts.qsize())
+            log.warning("farewells_unheard", num_farewells=self._farewells.qsize())
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ coming
 
-    def _core_request(self, sequence: _Sequence, request: GenerationRequest) -> EngineCoreRequest:
+    def _sequences(
+        self, collector: Collector, record: AnswerRecord, reading: Reading
+    ) -> list[ReadSequence]:
+        sequences = []
+        for index, req_id in enumerate(record.req_ids):
+            followed = self._router.follow(req_id, collector, index)
+            followed.record = record
+            sequences.append(ReadSequence(index, followed, reading))
+        return sequences
+
+    def _core_request(
+        self, one: Followed, request: GenerationRequest, record: AnswerRecord
+    ) -> EngineCoreRequest:
         return EngineCoreRequest(
-            req_id=sequence.req_id,
+            req_id=one.req_id,
             gateway=self._router.process,
-            handle=sequence.handle,
+            handle=self._router.ask(one),
             prompt_token_ids=token_ids(list(request.prompt_token_ids)),
             sampling=request.sampling,
             priority=request.priority,
             deadline_ms=request.deadline_ms,
             cache_salt=request.cache_salt,
+            tenant=request.tenant,
+            resumable=record.is_resumable,
         )
 
-    async def _submit(self, requests: Sequence[EngineCoreRequest]) -> None:
+    async def _submit(
+        self, followed: Sequence[Followed], record: AnswerRecord, lapsed_claim: str
+    ) -> None:
         """Queue requests. After a lost reply the same is sent again, which is harmless."""
+        requests = [one.request for one in followed if one.request is not None]
+        limit, retention_s = self._settings.max_queued_requests, self._settings.retention_s
+        submit = partial(self._bus.submit, requests, limit, retention_s, record, lapsed_claim)
         try:
-            async with asyncio.timeout(SUBMIT_PATIENCE_S):
-                await retrying(
-                    lambda: self._bus.submit(
-                        requests,
-                        limit=self._settings.max_queued_requests,
-                        retention_s=self._settings.retention_s,
-                    ),
-                    max_pause_s=0.25,
-                )
-        except TimeoutError:  # queued or not: nobody knows
-            raise unavailable("the server's Redis does not answer; try again") from None
+            await patiently(submit)
+        except ClaimedError:
+            raise
         except QueueFullError as error:
-            raise _NotQueuedError(too_busy(f"the queue is full: {error}")) from None
+            seconds = self._rate.seconds_for(error.num_waiting)
+            raise _NotQueuedError(too_busy(f"the queue is full: {error}", seconds)) from None
         except BusFullError:
             raise _NotQueuedError(unavailable("the server's Redis is full; try again")) from None
         except WireError as error:
@@ -181,54 +194,64 @@ class EngineClient:
         except BusError as error:
             log.error("submit_refused", error=str(error))
             raise _NotQueuedError(internal()) from None
+        for one in followed:
+            one.asked_at = time.monotonic()
 
-    def _advance(self, sequence: _Sequence, delta: SequenceDelta) -> SequenceOutput:
-        """Turn what came into text, and see whether the sequence ends here."""
-        new = sequence.detokenizer.push(delta.token_ids)
-        sequence.num_output_tokens += new.num_tokens
-        output = SequenceOutput(
-            index=sequence.index,
-            text=new.text,
-            token_ids=delta.token_ids[: new.num_tokens],
-            num_output_tokens=sequence.num_output_tokens,
-            started=delta.started,
-        )
-        if new.stop is not None:
-            if delta.finished is None:
-                self._abort(sequence, at_stop_string=True)
-            sequence.is_open = False
-            return replace(output, finish_reason="stop", stop_reason=new.stop)
-        if delta.gap is not None:
-            raise internal(delta.gap)
-        if delta.finished is not None:
-            sequence.is_open = False
-            return self._finish(sequence, output, delta.finished)
-        return output
+    # ------------------------------------------------------------ being there
 
-    def _finish(
-        self, sequence: _Sequence, output: SequenceOutput, finished: FinishedRequest
-    ) -> SequenceOutput:
-        """Add what the detokenizer held back, and the reason."""
-        if finished.finish_reason == "error":
-            raise from_engine(finished.error_code, finished.error)
-        rest = sequence.detokenizer.finish()
-        return replace(
-            output,
-            text=output.text + rest.text,
-            finish_reason="stop" if rest.stop is not None else finished.finish_reason,
-            stop_reason=finished.stop_token_id if rest.stop is None else rest.stop,
-            num_preemptions=finished.num_preemptions,
-        )
+    async def _next(
+        self, collector: Collector, sequences: Sequence[ReadSequence], idle_s: float
+    ) -> list[SequenceOutput]:
+        """Wait for outputs; empty after `idle_s`. An error is raised once all before it is out."""
+        while True:
+            for sequence in sequences:
+                if sequence.error is not None:
+                    raise sequence.error
+            deltas = await collector.get(idle_s)
+            outputs: list[SequenceOutput] = []
+            for index, delta in deltas.items():
+                if (sequence := sequences[index]).is_open:
+                    outputs += sequence.advance(delta)
+                    self._note_end(sequence)
+            if outputs or not deltas:
+                return outputs
 
-    def _abort(self, sequence: _Sequence, *, at_stop_string: bool = False) -> None:
-        """Have a sequence ended: at the token that completed a stop string, or where it is."""
-        self._router.close(sequence.handle)
-        abort = (
-            AbortRequest(sequence.req_id, "stop", sequence.num_output_tokens)
-            if at_stop_string
-            else AbortRequest(sequence.req_id)
-        )
-        self._aborts.put_nowait(abort)
+    def _note_end(self, sequence: ReadSequence) -> None:
+        """Tell the scheduler of a stop string, at the token where it was complete."""
+        if sequence.stops_early:
+            req_id, length = sequence.followed.req_id, sequence.num_output_tokens
+            self._farewells.put_nowait(AbortRequest(req_id, "stop", length))
+        if not sequence.has_more:
+            self._rate.note_end(sequence.num_output_tokens)
+
+    # ------------------------------------------------------------ leaving
+
+    def _leave(
+        self, collector: Collector, sequences: Iterable[ReadSequence], *, is_over: bool
+    ) -> None:
+        """Let go of sequences; what has not ended is aborted if the answer is over."""
+        for sequence in sequences:
+            one = sequence.followed
+            if self._router.leave(one, collector) and sequence.is_open:
+                if is_over:
+                    self._farewells.put_nowait(AbortRequest(one.req_id))
+                else:
+                    self._part(one)
+
+    def _part(self, one: Followed) -> None:
+        """Say that nobody here waits for a sequence any more."""
+        if one.is_resumable:
+            self._farewells.put_nowait(ResumeRequest(one.req_id, self._router.process, NO_HANDLE))
+        else:
+            self._farewells.put_nowait(AbortRequest(one.req_id))
+
+    async def _publish(self, farewell: AbortRequest | ResumeRequest) -> None:
+        """Until Redis has it."""
+        match farewell:
+            case AbortRequest():
+                await retrying(partial(self._bus.abort, farewell))
+            case ResumeRequest():
+                await retrying(partial(self._bus.resume, farewell))
 
 
 class _NotQueuedError(Exception):
@@ -237,3 +260,8 @@ class _NotQueuedError(Exception):
     def __init__(self, answer: ApiError) -> None:
         super().__init__(str(answer))
         self.answer = answer
+
+
+def _close(sequences: Iterable[ReadSequence]) -> None:
+    for sequence in sequences:
+        sequence.is_open = False

@@ -67,10 +67,15 @@ def model_not_found(asked: str, served: str) -> ApiError:
     return ApiError(404, message, param="model", code="model_not_found")
 
 
-def too_busy(message: str) -> ApiError:
+def not_found(message: str) -> ApiError:
+    """404: it does not exist, or it is somebody else's."""
+    return ApiError(404, message, code="not_found")
+
+
+def too_busy(message: str, retry_after_s: int = RETRY_SOON_S) -> ApiError:
     """429: full for now."""
     return ApiError(
-        429, message, kind="rate_limit_error", code="queue_full", retry_after_s=RETRY_SOON_S
+        429, message, kind="rate_limit_error", code="queue_full", retry_after_s=retry_after_s
     )
 
 

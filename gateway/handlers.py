@@ -6,35 +6,33 @@ leaves cancels its handler, and the generation with it.
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
 
-import structlog
 from aiohttp import web
 
-from gateway.answers import Answer, ChatAnswer, CompletionAnswer
+from gateway import resume
+from gateway.answers import answer_for
 from gateway.app_keys import ENGINE, KEEP_ALIVE_S, READINESS, SEEDS, SETTINGS
 from gateway.detokenizer import Detokenizer, TextOptions
-from gateway.engine_client import GenerationRequest, SequenceOutput
-from gateway.errors import (
-    RETRY_LATER_S,
-    ApiError,
-    internal,
-    invalid,
-    model_not_found,
-    strict_json,
-    unavailable,
-)
-from gateway.event_stream import EventStream
+from gateway.engine_client import GenerationRequest
+from gateway.errors import invalid, model_not_found, unavailable
 from gateway.metrics import RequestTimes
 from gateway.openai import ChatBody, CompletionBody, GenerationBody, parse
+from gateway.positions import Numbering
 from gateway.readiness import ServedModel
+from gateway.rendering import Rendering
+from gateway.responses import stream, whole
 from gateway.sampling import check_prompt, check_request, sampling_params, sibling
+from gateway.sequences import Reading, SequenceOutput
+from gateway.tenants import tenant_of
+from wire.answer_record import AnswerRecord
+from wire.bus import ClaimedError
 from wire.messages import SYSTEM_PRIORITY
-
-log = structlog.get_logger()
 
 B = TypeVar("B", bound=GenerationBody)
 
@@ -48,39 +46,39 @@ class _Job:
 
     body: GenerationBody
     model: ServedModel
-    answer: Answer
+    visit: resume.Visit
+    rendering: Rendering
     requests: Sequence[GenerationRequest]
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/completions`."""
     model, body = await _read(request, CompletionBody)
+    visit = await resume.visit_of(request)
+    if visit.known is not None:
+        return await resume.give_the_rest(request, visit.known, is_stream=body.stream)
     facts, tokenizer = model.facts, model.tokenizer
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     encoded = iter(await tokenizer.encode(texts, facts.max_model_len) if texts else [])
     prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-    requests = _generation_requests(request, body, model, prompts, "prompt", continues=True)
+    requests = _generation_requests(request, body, model, prompts, "prompt")
     echoes = None
     if body.echo:
         echoes = [
             given if isinstance(given, str) else _text_of(given, body, model)
             for given in body.prompt
         ]
-    answer = CompletionAnswer(
-        model.name,
-        prompts,
-        echoes=echoes,
-        n=body.n,
-        has_token_ids=body.return_token_ids,
-        has_usage=body.wants_usage,
-        has_running_usage=body.wants_running_usage,
-    )
-    return await _respond(request, _Job(body, model, answer, requests))
+    text = _text_options(body, requests, continues=True)
+    rendering = replace(_rendering("completion", body, model, prompts), text=text, echoes=echoes)
+    return await _respond(request, _Job(body, model, visit, rendering, requests))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
     model, body = await _read(request, ChatBody)
+    visit = await resume.visit_of(request)
+    if visit.known is not None:
+        return await resume.give_the_rest(request, visit.known, is_stream=body.stream)
     prompt = await model.tokenizer.encode_chat(
         [message.for_template() for message in body.messages],
         model.facts.max_model_len,
@@ -88,18 +86,10 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,
     )
-    requests = _generation_requests(
-        request, body, model, [prompt], "messages", continues=body.continue_final_message
-    )
-    answer = ChatAnswer(
-        model.name,
-        [prompt],
-        n=body.n,
-        has_token_ids=body.return_token_ids,
-        has_usage=body.wants_usage,
-        has_running_usage=body.wants_running_usage,
-    )
-    return await _respond(request, _Job(body, model, answer, requests))
+    requests = _generation_requests(request, body, model, [prompt], "messages")
+    text = _text_options(body, requests, continues=body.continue_final_message)
+    rendering = replace(_rendering("chat", body, model, [prompt]), text=text)
+    return await _respond(request, _Job(body, model, visit, rendering, requests))
 
 
 # ---------------------------------------------------------------- from the request to the engine
@@ -107,10 +97,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def _read(request: web.Request, cls: type[B]) -> tuple[ServedModel, B]:
     """Read and check a body as far as the prompt does not matter."""
-    readiness = request.app[READINESS]
-    model = readiness.model
-    if model is None or readiness.is_draining:
-        raise unavailable(f"this gateway cannot serve now: {readiness.problem}", RETRY_LATER_S)
+    model = request.app[READINESS].served_model()
     if request.content_type != "application/json":
         raise invalid("the Content-Type must be application/json", code="invalid_content_type")
     try:
@@ -130,8 +117,6 @@ def _generation_requests(
     model: ServedModel,
     prompts: Sequence[list[int]],
     param: str,
-    *,
-    continues: bool,
 ) -> list[GenerationRequest]:
     """Make a request for each choice of each prompt."""
     app = request.app
@@ -143,30 +128,56 @@ def _generation_requests(
         )
     priority = _priority(request, body)
     deadline_ms = _header(request, _DEADLINE_HEADER, lowest=1)
+    tenant = tenant_of(request)
     seeds: Iterator[int] = app[SEEDS]
     requests = []
     for number, prompt in enumerate(prompts):
         check_prompt(prompt, model.facts, param if len(prompts) == 1 else f"{param}.{number}")
         params = sampling_params(body, model.facts, len(prompt), next(seeds))
-        text = TextOptions(
-            stop=body.stop,
-            include_stop=body.include_stop_str_in_output,
-            skip_special_tokens=body.skip_special_tokens,
-            terminal_ids=frozenset((*params.eos_token_ids, *params.stop_token_ids)),
-            continues=continues,
-        )
         requests += [
             GenerationRequest(
                 prompt_token_ids=prompt,
                 sampling=sibling(params, index),
-                text=text,
                 priority=priority,
                 deadline_ms=body.deadline_ms if deadline_ms is None else deadline_ms,
                 cache_salt=body.cache_salt,
+                tenant=tenant,
             )
             for index in range(body.n)
         ]
     return requests
+
+
+def _text_options(
+    body: GenerationBody, requests: Sequence[GenerationRequest], *, continues: bool
+) -> TextOptions:
+    """How all choices become text; what ends one is the same for all."""
+    sampling = requests[0].sampling
+    return TextOptions(
+        stop=body.stop,
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        terminal_ids=frozenset((*sampling.eos_token_ids, *sampling.stop_token_ids)),
+        continues=continues,
+    )
+
+
+def _rendering(
+    endpoint: Literal["completion", "chat"],
+    body: GenerationBody,
+    model: ServedModel,
+    prompts: list[list[int]],
+) -> Rendering:
+    return Rendering(
+        endpoint,
+        model.name,
+        created=int(time.time()),
+        num_prompt_tokens=[len(prompt) for prompt in prompts],
+        n=body.n,
+        has_usage=body.wants_usage,
+        has_running_usage=body.wants_running_usage,
+        prompt_token_ids=prompts if body.return_token_ids else None,
+    )
 
 
 def _priority(request: web.Request, body: GenerationBody) -> int:
@@ -200,16 +211,36 @@ def _text_of(prompt: Sequence[int], body: GenerationBody, model: ServedModel) ->
 
 
 async def _respond(request: web.Request, job: _Job) -> web.StreamResponse:
-    async with aclosing(_outputs(request.app, job)) as batches:
-        if job.body.stream:
-            return await _stream(request, job.answer, batches)
-        async for outputs in batches:
-            for output in outputs:
-                job.answer.add(output)
-    return web.json_response(job.answer.body(), dumps=strict_json)
+    """Generate; for a client whose key was used a moment ago, give what that has led to."""
+    visit, rendering = job.visit, job.rendering
+    is_resumable = visit.is_resumable and job.body.asked_tokens != 0
+    record = AnswerRecord(
+        tuple(secrets.token_hex(16) for _ in job.requests),
+        rendering.as_json() if is_resumable else "",
+        visit.claim,
+    )
+    answer = answer_for(record.req_id, rendering)
+    numbering = Numbering(
+        record.req_id if is_resumable else "",
+        rendering.num_choices,
+        has_opening=answer.has_opening,
+    )
+    try:
+        async with aclosing(_outputs(request.app, job, record)) as batches:
+            if job.body.stream:
+                return await stream(request, answer, batches, numbering)
+            return await whole(answer, batches)
+    except ClaimedError as error:
+        assert visit.claim is not None
+        visit = await resume.visit_by(request, visit.claim, error.claim)
+        if visit.known is None:
+            raise unavailable("the request with this key has failed; try again") from None
+        return await resume.give_the_rest(request, visit.known, is_stream=job.body.stream)
 
 
-async def _outputs(app: web.Application, job: _Job) -> AsyncGenerator[list[SequenceOutput], None]:
+async def _outputs(
+    app: web.Application, job: _Job, record: AnswerRecord
+) -> AsyncGenerator[list[SequenceOutput], None]:
     """Generate, and measure what comes. An echo alone needs no engine."""
     sizes = [(len(r.prompt_token_ids), r.sampling.max_tokens) for r in job.requests]
     with RequestTimes(job.model.metrics, sizes, n=job.body.n) as times:
@@ -219,7 +250,8 @@ async def _outputs(app: web.Application, job: _Job) -> AsyncGenerator[list[Seque
             yield [SequenceOutput(i, "", [], 0, finish_reason="length") for i in range(len(sizes))]
             return
         vocabulary = job.model.tokenizer.vocabulary
-        generation = app[ENGINE].generate(job.requests, vocabulary, app[KEEP_ALIVE_S])
+        reading = Reading(job.rendering.text, vocabulary, app[KEEP_ALIVE_S])
+        generation = app[ENGINE].generate(job.requests, record, reading, job.visit.lapsed_claim)
         async with aclosing(generation) as batches:
             async for outputs in batches:
                 for output in outputs:
@@ -229,32 +261,3 @@ async def _outputs(app: web.Application, job: _Job) -> AsyncGenerator[list[Seque
                     if output.finish_reason is not None:
                         times.ended(output.index, output.finish_reason, output.num_preemptions)
                 yield outputs
-
-
-async def _stream(
-    request: web.Request, answer: Answer, batches: AsyncGenerator[list[SequenceOutput], None]
-) -> web.StreamResponse:
-    """Send events. An error before the first of them is a status, later an event."""
-    events = EventStream(request)
-    opening = answer.opening()
-    try:
-        async for outputs in batches:
-            if not outputs:
-                await events.keep_alive()
-                continue
-            await events.send([*opening, *map(answer.chunk, outputs)])
-            opening = []
-        await events.send(answer.closing())
-    except ApiError as error:
-        if not events.has_begun:
-            raise
-        await events.send([error.body])
-    except ConnectionError:  # the client is gone; nobody reads what we might say
-        return events.response
-    except Exception:
-        if not events.has_begun:
-            raise
-        log.exception("stream_failed", path=request.path)
-        await events.send([internal().body])
-    await events.done()
-    return events.response

@@ -29,20 +29,20 @@ class OpenRequests:
     """Counts the requests that are being answered."""
 
     def __init__(self) -> None:
-        self._num_open = 0
+        self.num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
     @web.middleware
     async def count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Middleware: count a request until its response is complete."""
-        self._num_open += 1
+        self.num_open += 1
         self._idle.clear()
         try:
             return await handler(request)
         finally:
-            self._num_open -= 1
-            if not self._num_open:
+            self.num_open -= 1
+            if not self.num_open:
                 self._idle.set()
 
     async def wait_idle(self, timeout_s: float) -> int:
@@ -52,7 +52,7 @@ class OpenRequests:
                 await self._idle.wait()
         except TimeoutError:
             pass
-        return self._num_open
+        return self.num_open
 
 
 @web.middleware

@@ -1,26 +1,40 @@
-"""Outputs to those who wait for them: one reader, and one slot for each sequence.
+"""Outputs to those who wait for them: one reader, and one slot for each sequence of a client.
 
-Owns this gateway's output stream and the handles in it. A client that reads slowly costs one slot,
-in which deltas are merged, never a queue. Sees to it that no token is missing and none comes twice;
-what the tokens mean is not its business.
+Owns this gateway's output stream, the handles in it, and the tokens of every sequence that a client
+here waits for: what a client was given is the truth. A client that reads slowly costs one slot, in
+which deltas are merged, never a queue. Sees to it that no token is missing and none comes twice;
+a sequence with which something is wrong is given to `gateway.recovery` under no handle, since what
+still comes under the old one belongs to nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import math
+import time
+from array import array
 from dataclasses import dataclass, field
 from typing import NoReturn
 
 import structlog
 
 from wire import codec
+from wire.answer_record import AnswerRecord
 from wire.bus import Bus, Entry, retrying
-from wire.messages import EngineCoreOutputs, FinishedRequest, StartedRequest
+from wire.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishedRequest,
+    StartedRequest,
+    token_ids,
+)
 
 log = structlog.get_logger()
 
 MAX_HANDLE = 2**32 - 1
+NO_HANDLE = 0
+SILENCE_S = 2.0
+"""A report so soon after the scheduler was asked for something may not know of it yet."""
 
 
 @dataclass(slots=True)
@@ -30,14 +44,13 @@ class SequenceDelta:
     token_ids: list[int] = field(default_factory=list)
     started: StartedRequest | None = None
     finished: FinishedRequest | None = None
-    gap: str | None = None  # tokens are missing: what comes after means nothing
+    failure: str | None = None  # it cannot go on
 
 
 class Collector:
-    """Slots of the sequences that one client waits for."""
+    """Slots of the sequences that one client waits for, by their index in its answer."""
 
-    def __init__(self, handles: Sequence[int]) -> None:
-        self.handles = tuple(handles)
+    def __init__(self) -> None:
         self._slots: dict[int, SequenceDelta] = {}
         self._ready = asyncio.Event()
 
@@ -61,11 +74,39 @@ class Collector:
         return slots
 
 
-@dataclass(slots=True)
-class _Sequence:
-    collector: Collector
-    index: int
-    num_tokens: int = 0  # received so far, so the next one is this
+@dataclass(slots=True, eq=False)
+class Followed:
+    """One sequence as far as this gateway has it, and who of its clients waits for it."""
+
+    req_id: str
+    record: AnswerRecord | None = None  # of the answer that it belongs to
+    request: EngineCoreRequest | None = None  # as it was submitted, to submit it again
+    readers: list[tuple[Collector, int]] = field(default_factory=list)
+    output: array[int] = field(default_factory=token_ids)
+    started: StartedRequest | None = None
+    handle: int = NO_HANDLE
+    asked_at: float = math.inf  # when the scheduler was last asked for it
+    was_denied: bool = False  # the scheduler does not know it
+    num_resubmissions: int = 0  # without a token since
+    num_tokens_then: int = 0
+
+    @property
+    def is_resumable(self) -> bool:
+        """Whether its client may come back to it."""
+        return self.record is not None and self.record.is_resumable
+
+    def start(self, started: StartedRequest) -> None:
+        """Note its first start; a later one follows a loss, and is nobody's business."""
+        if self.started is None:
+            self.started = started
+            for collector, index in self.readers:
+                collector.slot(index).started = started
+
+    def add(self, token_id: int) -> None:
+        """Append the next token."""
+        self.output.append(token_id)
+        for collector, index in self.readers:
+            collector.slot(index).token_ids.append(token_id)
 
 
 class OutputRouter:
@@ -74,20 +115,63 @@ class OutputRouter:
     def __init__(self, bus: Bus, process: str) -> None:
         self.process = process
         self._bus = bus
-        self._sequences: dict[int, _Sequence] = {}
-        self._last_handle = 0
+        self._by_req_id: dict[str, Followed] = {}
+        self._by_handle: dict[int, Followed] = {}
+        self._last_handle = NO_HANDLE
+        self._lost: asyncio.Queue[Followed] = asyncio.Queue()
 
-    def open(self, num_sequences: int) -> Collector:
-        """Give handles to new sequences; outputs are kept for them from now on."""
-        handles = [self._new_handle() for _ in range(num_sequences)]
-        collector = Collector(handles)
-        for index, handle in enumerate(handles):
-            self._sequences[handle] = _Sequence(collector, index)
-        return collector
+    # ------------------------------------------------------------ clients
 
-    def close(self, handle: int) -> None:
-        """Forget a sequence; what still comes for it is dropped."""
-        self._sequences.pop(handle, None)
+    def follow(self, req_id: str, collector: Collector, index: int) -> Followed:
+        """Let a client wait for a sequence; its slot has at once what is known of it here."""
+        one = self._by_req_id.setdefault(req_id, Followed(req_id))
+        one.readers.append((collector, index))
+        if one.output or one.started:
+            slot = collector.slot(index)
+            slot.token_ids.extend(one.output)
+            slot.started = one.started
+        return one
+
+    def leave(self, one: Followed, collector: Collector) -> bool:
+        """Let a client wait no longer; True if nobody here does any more."""
+        one.readers = [reader for reader in one.readers if reader[0] is not collector]
+        if not one.readers:
+            self._forget(one)
+        return not one.readers
+
+    # ------------------------------------------------------------ the scheduler's side
+
+    def ask(self, one: Followed) -> int:
+        """Give a sequence a new handle, under which the scheduler is about to be asked for it."""
+        self._by_handle.pop(one.handle, None)
+        self._last_handle = self._last_handle % MAX_HANDLE + 1
+        one.handle = self._last_handle
+        self._by_handle[one.handle] = one
+        return one.handle
+
+    def lose(self, one: Followed) -> None:
+        """Hand a sequence to whoever asks `next_lost`."""
+        self._by_handle.pop(one.handle, None)
+        one.handle = NO_HANDLE
+        self._lost.put_nowait(one)
+
+    async def next_lost(self) -> Followed:
+        """Wait for a sequence that the scheduler must be asked about."""
+        while not (one := await self._lost.get()).readers:
+            pass
+        return one
+
+    def end(self, one: Followed, finished: FinishedRequest) -> None:
+        """Tell a sequence's clients how it ended."""
+        for collector, index in one.readers:
+            collector.slot(index).finished = finished
+        self._forget(one)
+
+    def fail(self, one: Followed, reason: str) -> None:
+        """Tell a sequence's clients that it cannot go on."""
+        for collector, index in one.readers:
+            collector.slot(index).failure = reason
+        self._forget(one)
 
     async def run(self) -> NoReturn:
         """Read the stream until cancelled, whatever Redis does meanwhile."""
@@ -102,14 +186,22 @@ class OutputRouter:
     def dispatch(self, outputs: EngineCoreOutputs) -> None:
         """Put outputs into the slots they are for: starts, then tokens, then ends."""
         for started in outputs.started:
-            if (sequence := self._sequences.get(started.handle)) is not None:
-                sequence.collector.slot(sequence.index).started = started
+            if (one := self._by_handle.get(started.handle)) is not None:
+                one.start(started)
         for handle, start, token_id in zip(
             outputs.handles, outputs.starts, outputs.token_ids, strict=True
         ):
             self._put_token(handle, start, token_id)
         for finished in outputs.finished:
             self._put_end(finished)
+        for handle in outputs.unknown:
+            if (one := self._by_handle.get(handle)) is not None:
+                one.was_denied = True
+                self.lose(one)
+        if outputs.held is not None:
+            self._compare(set(outputs.held))
+
+    # ------------------------------------------------------------ inside
 
     def _read(self, entry: Entry) -> None:
         try:
@@ -118,32 +210,35 @@ class OutputRouter:
             log.error("outputs_unreadable", entry=entry.entry_id, error=str(error))
 
     def _put_token(self, handle: int, start: int, token_id: int) -> None:
-        sequence = self._sequences.get(handle)
-        if sequence is None or start < sequence.num_tokens:
+        one = self._by_handle.get(handle)
+        if one is None:
             return
-        if start > sequence.num_tokens:
-            self._put_gap(handle, sequence, start)
-            return
-        sequence.num_tokens += 1
-        sequence.collector.slot(sequence.index).token_ids.append(token_id)
+        num_tokens = len(one.output)
+        if start == num_tokens:
+            one.add(token_id)
+        elif start > num_tokens or one.output[start] != token_id:
+            log.warning("output_lost", req_id=one.req_id, has=num_tokens, came=start)
+            self.lose(one)
 
     def _put_end(self, finished: FinishedRequest) -> None:
-        sequence = self._sequences.get(finished.handle)
-        if sequence is None:
+        one = self._by_handle.get(finished.handle)
+        if one is None:
             return
-        if finished.num_output_tokens > sequence.num_tokens:
-            self._put_gap(finished.handle, sequence, finished.num_output_tokens)
-            return
-        sequence.collector.slot(sequence.index).finished = finished
-        self.close(finished.handle)
+        if finished.num_output_tokens > len(one.output):
+            log.warning("output_lost", req_id=one.req_id, has=len(one.output))
+            self.lose(one)
+        else:
+            self.end(one, finished)
 
-    def _put_gap(self, handle: int, sequence: _Sequence, end: int) -> None:
-        """End a sequence whose tokens [num_tokens, end) never came."""
-        missing = f"output tokens {sequence.num_tokens} to {end - 1} were lost"
-        log.error("output_gap", handle=handle, missing=missing)
-        sequence.collector.slot(sequence.index).gap = missing
-        self.close(handle)
+    def _compare(self, held: set[int]) -> None:
+        """Ask for what the scheduler should hold for us, and does not."""
+        deadline = time.monotonic() - SILENCE_S
+        for one in [one for handle, one in self._by_handle.items() if handle not in held]:
+            if one.asked_at < deadline:
+                log.warning("request_not_held", req_id=one.req_id, has=len(one.output))
+                self.lose(one)
 
-    def _new_handle(self) -> int:
-        self._last_handle = self._last_handle % MAX_HANDLE + 1
-        return self._last_handle
+    def _forget(self, one: Followed) -> None:
+        self._by_handle.pop(one.handle, None)
+        if self._by_req_id.get(one.req_id) is one:
+            del self._by_req_id[one.req_id]

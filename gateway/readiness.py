@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import structlog
 
+from gateway.errors import RETRY_LATER_S, unavailable
 from gateway.metrics import Metrics
 from gateway.model_facts import ModelFacts, ModelFolderError, read_facts
 from gateway.tokenizer import Tokenizer
@@ -64,10 +65,12 @@ class Readiness:
             return "the gateway is stopping"
         return self._missing if self.model is None else self._problem
 
-    @property
-    def is_draining(self) -> bool:
-        """Whether new requests are turned away."""
-        return self._is_draining
+    def served_model(self) -> ServedModel:
+        """Give what a request needs of the model. Raises ApiError if none can be answered now."""
+        if self.model is None or self._is_draining:
+            message = f"this gateway cannot serve now: {self.problem}"
+            raise unavailable(message, RETRY_LATER_S)
+        return self.model
 
     def drain(self) -> None:
         """Turn new requests away from now on."""

@@ -36,7 +36,7 @@ from kernels.attention_tile import (
     scores,
 )
 from kernels.heuristics import DecodeConfig, decode_config
-from kernels.paged_cache import FLOATS, INDICES, PagedCache, check, check_attention
+from kernels.paged_cache import FLOATS, PagedCache, check, check_attention, padded
 from kernels.target import can_launch, num_multiprocessors
 
 SPLIT = 512  # tokens; a multiple of every tile and block. Frozen: it decides how sums are rounded
@@ -111,7 +111,7 @@ def _decode(
     query_ptr: tl.tensor,  # (S, HQ, DK)
     key_ptr: tl.tensor,  # (NB, HK, P, DK)
     value_ptr: tl.tensor,  # (NB, HK, P, DV)
-    tables_ptr: tl.tensor,  # (S, B)
+    tables_ptr: tl.tensor,  # (S, B) int32
     seq_lens_ptr: tl.tensor,  # (S,)
     work_starts_ptr: tl.tensor,  # (S + 1,)
     partial_ptr: tl.tensor,  # (items, HQ, DV) float32: what the pieces attended to, not normalised
@@ -307,9 +307,9 @@ def attend_decodes(
 ) -> Tensor:
     """Attend with query (S, HQ, DK), one token for each sequence of the plan; gives (S, HQ, DV).
 
-    The token is the last of its sequence, and is in the cache already. block_tables (S, B). What
-    `softcap` and `sinks` mean is said at `reference.attend`. Raises ValueError for operands that do
-    not fit.
+    The token is the last of its sequence, and is in the cache already. block_tables (S, B) int32.
+    What `softcap` and `sinks` mean is said at `reference.attend`. Raises ValueError for operands
+    that do not fit.
     """
     num_seqs, num_heads, _ = query.shape
     if out is None:
@@ -346,7 +346,7 @@ def _check(
     device, num_seqs = query.device, len(plan.seq_lens)
     check_attention(query, cache, block_tables, num_seqs, sinks, out)
     check("query", query, (num_seqs, None, cache.key_dim), FLOATS)
-    check("seq_lens", plan.seq_lens, (num_seqs,), INDICES, device)
+    check("seq_lens", plan.seq_lens, (num_seqs,), (torch.int32,), device)
     if plan.split % cache.block_size:
         raise ValueError(f"pieces of {plan.split} tokens do not consist of whole blocks")
 
@@ -370,7 +370,7 @@ def _launch(
     stats = torch.empty((2, num_kept, num_heads), dtype=torch.float32, device=query.device)
     group = num_heads // cache.num_kv_heads
     num_programs = config.programs_per_multiprocessor * num_multiprocessors(query.device)
-    value_padded = triton.next_power_of_2(cache.value_dim)
+    value_padded = padded(cache.value_dim)
     grid = (max(min(num_programs, launch.num_items * cache.num_kv_heads), 1),)
     _decode[grid](
         out,
@@ -397,7 +397,7 @@ def _launch(
         HK=cache.num_kv_heads,
         G=group,
         DK=cache.key_dim,
-        DK_PADDED=triton.next_power_of_2(cache.key_dim),
+        DK_PADDED=padded(cache.key_dim),
         DV=cache.value_dim,
         DV_PADDED=value_padded,
         BLOCK_SIZE=cache.block_size,

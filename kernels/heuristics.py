@@ -23,7 +23,7 @@ from kernels.paged_cache import PagedCache
 from kernels.target import arch, num_multiprocessors
 
 _HAVE_ROOM = ("sm_90", "sm_100", "sm_103")  # operands of a product stay in shared memory
-_CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parent / "configs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +102,17 @@ def decode_rule(shape: Shape) -> DecodeConfig:
 
 def prefill_rule(shape: Shape) -> PrefillConfig:
     """At least 64 rows, which a Hopper GPU multiplies twice as fast as fewer."""
-    if shape.query_bytes == 4:  # without matrix units: everything is in registers
-        return PrefillConfig(block_m=16, tile=32, num_warps=4, num_stages=2)
+    if shape.query_bytes == 4:  # not for matrix units: all is in registers
+        return PrefillConfig(block_m=16, tile=16, num_warps=4, num_stages=2)
+    has_room = shape.arch in _HAVE_ROOM
     if shape.head_dim > 128:
-        return PrefillConfig(block_m=64, tile=32, num_warps=8, num_stages=2)
-    has_room = shape.arch in _HAVE_ROOM and shape.cache_bytes == 2
-    return PrefillConfig(block_m=128, tile=64 if has_room else 32, num_warps=8, num_stages=3)
+        return PrefillConfig(64, tile=32 if has_room else 16, num_warps=8, num_stages=3)
+    is_small = shape.head_dim <= 64
+    tile = 64 if (is_small or has_room) and shape.cache_bytes == 2 else 32
+    return PrefillConfig(128, tile=tile, num_warps=8, num_stages=2 if is_small else 3)
 
 
 @cache
 def _tuned(arch: str) -> dict[str, Any]:
-    path = _CONFIGS / f"{arch}.json"
+    path = CONFIGS / f"{arch}.json"
     return json.loads(path.read_text()) if path.exists() else {}

@@ -10,12 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
+
+from kernels.target import arch
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 INDICES = (torch.int32, torch.int64)
 
+_NO_E4M3 = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_87")
 _BLOCK_SIZES = (16, 32, 64, 128)
 _LARGEST_HEAD = 256
 _ROW_ALIGNMENT = (
@@ -49,15 +53,15 @@ class PagedCache:
         if block_size not in _BLOCK_SIZES:
             raise ValueError(f"blocks of {block_size} tokens: {_BLOCK_SIZES} are possible")
         for name, dim in (("key", self.key_dim), ("value", self.value_dim)):
-            if not 16 <= dim <= _LARGEST_HEAD or dim % 8:
-                raise ValueError(
-                    f"{name}s of {dim} numbers: multiples of 8 from 16 to 256 are possible"
-                )
+            if not 8 <= dim <= _LARGEST_HEAD or dim % 8:
+                raise ValueError(f"{name}s of {dim} numbers: multiples of 8 up to 256 are possible")
         for name, scale in (("key", self.key_scale), ("value", self.value_scale)):
             if (scale is not None) != self.is_float8:
                 raise ValueError(f"{name} scale: a float8 cache has one, and no other has")
             if scale is not None:
                 check(f"{name} scale", scale, (1,), (torch.float32,))
+        if self.key.dtype == torch.float8_e4m3fn and arch(self.key.device) in _NO_E4M3:
+            raise ValueError("this GPU does not convert float8_e4m3fn; float8_e5m2 is possible")
 
     @property
     def num_kv_heads(self) -> int:
@@ -83,6 +87,11 @@ class PagedCache:
     def is_float8(self) -> bool:
         """Whether numbers are stored in one byte."""
         return self.key.dtype in FLOAT8
+
+
+def padded(dim: int) -> int:
+    """The size that a kernel takes for `dim` numbers: a power of two, enough for a product."""
+    return int(max(16, triton.next_power_of_2(dim)))
 
 
 def check(
@@ -135,7 +144,8 @@ def check_attention(
     device = query.device
     check("query", query, (None, None, cache.key_dim), FLOATS)
     check("out", out, (num_tokens, num_heads, cache.value_dim), (query.dtype,), device)
-    check("block tables", block_tables, (num_seqs, None), INDICES, device)
+    # int64 would be twice as many registers in the inner loop: one program less at a time.
+    check("block tables", block_tables, (num_seqs, None), (torch.int32,), device)
     check("key pool", cache.key, (None, None, None, None), FLOATS + FLOAT8, device)
     check_rows("query", query)
     check_rows("out", out)

@@ -15,6 +15,7 @@ not depend on how its prompt was cut into chunks.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,7 +32,7 @@ from kernels.attention_tile import (
     scores,
 )
 from kernels.heuristics import PrefillConfig, prefill_config
-from kernels.paged_cache import INDICES, PagedCache, check, check_attention
+from kernels.paged_cache import PagedCache, check, check_attention, padded
 from kernels.target import can_launch
 
 
@@ -116,7 +117,7 @@ def _prefill(
     query_ptr: tl.tensor,  # (T, HQ, DK)
     key_ptr: tl.tensor,  # (NB, HK, P, DK)
     value_ptr: tl.tensor,  # (NB, HK, P, DV)
-    tables_ptr: tl.tensor,  # (S, B)
+    tables_ptr: tl.tensor,  # (S, B) int32
     starts_ptr: tl.tensor,  # (S + 1,)
     seq_lens_ptr: tl.tensor,  # (S,)
     sinks_ptr: tl.tensor,  # (HQ,) or None
@@ -251,17 +252,17 @@ def attend_ragged(
 ) -> Tensor:
     """Attend with packed queries (T, HQ, DK); gives (T, HQ, DV). See `reference.attend`.
 
-    query_start_loc (S + 1,), seq_lens (S,), block_tables (S, B). The keys and values of the queries
-    are in the cache already. Sequences before `first_seq` are left out, and what `out` holds for
-    them is not touched. Raises ValueError for operands that do not fit.
+    query_start_loc (S + 1,), seq_lens (S,) and block_tables (S, B) are int32. The keys and values
+    of the queries are in the cache already. Sequences before `first_seq` are left out, and what
+    `out` holds for them is not touched. Raises ValueError for operands that do not fit.
     """
     num_tokens, num_heads, _ = query.shape
     num_seqs = len(seq_lens)
     if out is None:
         out = query.new_empty(num_tokens, num_heads, cache.value_dim)
     check_attention(query, cache, block_tables, num_seqs, sinks, out)
-    check("query_start_loc", query_start_loc, (num_seqs + 1,), INDICES, query.device)
-    check("seq_lens", seq_lens, (num_seqs,), INDICES, query.device)
+    check("query_start_loc", query_start_loc, (num_seqs + 1,), (torch.int32,), query.device)
+    check("seq_lens", seq_lens, (num_seqs,), (torch.int32,), query.device)
     if first_seq >= num_seqs:
         return out
     operands = (query, cache, block_tables, query_start_loc, seq_lens)
@@ -325,9 +326,9 @@ def _launch(
         block_tables.stride(0),
         G=group,
         DK=cache.key_dim,
-        DK_PADDED=triton.next_power_of_2(cache.key_dim),
+        DK_PADDED=padded(cache.key_dim),
         DV=cache.value_dim,
-        DV_PADDED=triton.next_power_of_2(cache.value_dim),
+        DV_PADDED=padded(cache.value_dim),
         BLOCK_SIZE=cache.block_size,
         WINDOW=window,
         SOFTCAP=softcap,

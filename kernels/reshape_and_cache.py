@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import reference
-from kernels.paged_cache import FLOATS, INDICES, PagedCache, check, check_rows
+from kernels.paged_cache import FLOATS, INDICES, PagedCache, check, check_rows, padded
 from kernels.target import can_launch
 
 
@@ -120,9 +120,9 @@ def reshape_and_cache(key: Tensor, value: Tensor, cache: PagedCache, slot_mappin
         HK=cache.num_kv_heads,
         HK_PADDED=triton.next_power_of_2(cache.num_kv_heads),
         DK=cache.key_dim,
-        DK_PADDED=triton.next_power_of_2(cache.key_dim),
+        DK_PADDED=padded(cache.key_dim),
         DV=cache.value_dim,
-        DV_PADDED=triton.next_power_of_2(cache.value_dim),
+        DV_PADDED=padded(cache.value_dim),
         BLOCK_SIZE=cache.block_size,
         LARGEST=torch.finfo(cache.key.dtype).max,
         num_warps=4,

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import reference
-from kernels.paged_cache import INDICES, PagedCache, check, check_rows
+from kernels.paged_cache import INDICES, PagedCache, check, check_rows, padded
 from kernels.reshape_and_cache import check_new, to_stored
 from kernels.target import can_launch
 
@@ -181,7 +181,7 @@ def rotary_and_cache(
         DK=cache.key_dim,
         HALF_PADDED=triton.next_power_of_2(cache.key_dim // 2),
         DV=cache.value_dim,
-        DV_PADDED=triton.next_power_of_2(cache.value_dim),
+        DV_PADDED=padded(cache.value_dim),
         BLOCK_SIZE=cache.block_size,
         LARGEST=torch.finfo(cache.key.dtype).max,
         HEADS=_HEADS,

@@ -50,7 +50,7 @@ def _logits(
     vocab_size: tl.tensor,
     counts_ptr: tl.tensor,  # (V,) of the row, or None
     in_prompt_ptr: tl.tensor,  # (ceil(V / 32),) of the row
-    is_penalised: tl.tensor,
+    slot: tl.tensor,  # below 0: no penalties
     repetition: tl.tensor,
     frequency: tl.tensor,
     presence: tl.tensor,
@@ -59,7 +59,7 @@ def _logits(
     is_token = tokens < vocab_size
     x = tl.load(logits_ptr + tokens, mask=is_token, other=float("-inf")).to(tl.float32)
     if counts_ptr is not None:
-        is_asked = is_token & is_penalised
+        is_asked = is_token & (slot >= 0)
         count = tl.load(counts_ptr + tokens, mask=is_asked, other=0)
         word = tl.load(in_prompt_ptr + tokens // 32, mask=is_asked, other=0)
         is_out = count > 0
@@ -169,16 +169,14 @@ def _sample(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     scores_ptr += row * stride_scores
-    is_penalised = False
+    slot = -1
     repetition = 1.0
     frequency = 0.0
     presence = 0.0
     if slots_ptr is not None:
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        is_penalised = slot >= 0
-        slot = tl.maximum(slot, 0)
-        counts_ptr += slot * stride_counts
-        in_prompt_ptr += slot * stride_in_prompt
+        counts_ptr += tl.maximum(slot, 0) * stride_counts
+        in_prompt_ptr += tl.maximum(slot, 0) * stride_in_prompt
         repetition = tl.load(repetition_ptr + row)
         frequency = tl.load(frequency_ptr + row)
         presence = tl.load(presence_ptr + row)
@@ -189,7 +187,7 @@ def _sample(
     for first in tl.range(0, vocab_size, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
         x = _logits(
-            logits_ptr, tokens, vocab_size, counts_ptr, in_prompt_ptr, is_penalised,
+            logits_ptr, tokens, vocab_size, counts_ptr, in_prompt_ptr, slot,
             repetition, frequency, presence,
         )  # fmt: skip
         num_nans += (x != x).to(tl.int32)  # noqa: PLR0124 - only a NaN differs from itself
@@ -213,7 +211,7 @@ def _sample(
         for first in tl.range(0, vocab_size, BLOCK):
             tokens = first + tl.arange(0, BLOCK)
             x = _logits(
-                logits_ptr, tokens, vocab_size, counts_ptr, in_prompt_ptr, is_penalised,
+                logits_ptr, tokens, vocab_size, counts_ptr, in_prompt_ptr, slot,
                 repetition, frequency, presence,
             )  # fmt: skip
             x = tl.div_rn(x - largest, temperature)
@@ -232,7 +230,7 @@ def _sample(
     for first in tl.range(0, vocab_size, BLOCK):
         tokens = first + tl.arange(0, BLOCK)
         x = _logits(
-            logits_ptr, tokens, vocab_size, counts_ptr, in_prompt_ptr, is_penalised,
+            logits_ptr, tokens, vocab_size, counts_ptr, in_prompt_ptr, slot,
             repetition, frequency, presence,
         )  # fmt: skip
         x = tl.div_rn(x - largest, temperature)
@@ -244,7 +242,7 @@ def _sample(
 
 
 def sample(
-    logits: Tensor, how: Draw, penalties: Penalties | None = None, *, block: int = _BLOCK
+    logits: Tensor, how: Draw, penalties: Penalties | None = None, *, block: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Sample one token for each row of logits (N, V), which stay as they are.
 
@@ -279,8 +277,8 @@ def sample(
         scores.stride(0),
         0 if penalties is None else penalties.counts.stride(0),
         0 if penalties is None else penalties.in_prompt.stride(0),
-        BLOCK=block,
-        num_warps=8,
+        BLOCK=block or (_BLOCK if penalties is None else _BLOCK // 2),
+        num_warps=16,
         enable_fp_fusion=False,  # scores and noise are those of every other device
     )
     return tokens, is_finite

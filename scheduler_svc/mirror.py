@@ -34,7 +34,7 @@ class Mirror:
         """Bring Redis up to date; `names` gives the name of each registered process."""
         async with self._one_at_a_time:
             commands = [self._removal(names.values())] if self._is_in_doubt else []
-            self._compare(commands, scheduler, names)
+            await self._compare(commands, scheduler, names)
             if commands:
                 self._is_in_doubt = True
                 await self._bus.write(commands)
@@ -45,16 +45,18 @@ class Mirror:
         async with self._one_at_a_time:
             await self._bus.write([self._removal(names)])
 
-    def _compare(
+    async def _compare(
         self, commands: list[Command], scheduler: Scheduler, names: dict[str, str]
     ) -> None:
+        """Find what changed, a worker at a time: between two of them steps may be sent."""
         self._write_queue(
             commands,
             self._keys.waiting(),
             {request.req_id: _score(request.num) for request in scheduler.waiting},
         )
-        for process, lane in scheduler.lanes.items():
-            if (name := names.get(process)) is None:
+        for process, name in names.items():
+            await asyncio.sleep(0)
+            if (lane := scheduler.lanes.get(process)) is None:
                 continue
             running = {request.req_id: _score(request.num) for request in lane.running}
             self._write_queue(commands, self._keys.running(name), running)

@@ -71,13 +71,17 @@ class Roster:
         """Look at the heartbeats, over and over."""
         while True:
             try:
-                fields_of = await self._bus.processes("worker")
-                self._note_look()
-                await self._judge(fields_of)
-                await self._welcome(fields_of)
+                await self.look()
             except BusDownError:
                 self._forgive_silence()
             await asyncio.sleep(HEARTBEAT_S)
+
+    async def look(self) -> None:
+        """Look at the heartbeats once: give up who is gone, take on who is new."""
+        fields_of = await self._bus.processes("worker")
+        self._note_look()
+        await self._judge(fields_of)
+        await self._welcome(fields_of)
 
     def lose(self, process: str, reason: str, *, is_orderly: bool = False) -> None:
         """Give a worker up; what ran on it waits for another, or for its return."""

@@ -8,6 +8,7 @@ lapses.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from array import array
 from functools import partial
@@ -188,8 +189,7 @@ class Leader:
         self._collect()
         self._statistics.num_recovered = len(found.in_flight)
         self._reader.cursors[self._bus.keys.requests()] = found.cursor
-        workers = await retrying(partial(self._bus.processes, "worker"))
-        await retrying(partial(self._mirror.clear, list(workers)))
+        await retrying(self._clear_mirror)
         log.info(
             "recovered", requests=len(found.in_flight), seconds=round(time.monotonic() - started, 3)
         )
@@ -389,13 +389,22 @@ class Leader:
     async def _current_redis_life(self) -> str:
         return (await retrying(self._bus.server)).get("run_id", "")
 
+    async def _clear_mirror(self) -> None:
+        await self._mirror.clear(await self._bus.processes("worker"))
+
     async def _mirror_forever(self) -> None:
         """Show the queues. No epoch guards them, so whoever may be deposed keeps off them."""
+        # Whoever led before may not know, and write for as long as its lease would have lasted.
+        once_more_at = time.monotonic() + self._settings.leader_lease_s
         while True:
             await asyncio.sleep(INTERVAL_S)
-            if time.monotonic() > self._held_until:
+            now = time.monotonic()
+            if now > self._held_until:
                 continue
             try:
+                if now > once_more_at:
+                    await self._clear_mirror()
+                    once_more_at = math.inf
                 await self._mirror.write(self._scheduler, self._roster.names)
             except BusDownError:
                 continue

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from wire import codec
+from wire.answer_record import AnswerRecord
 from wire.config import Settings
 from wire.connection import (
     Argument,
@@ -49,6 +50,7 @@ __all__ = [
     "BusDownError",
     "BusError",
     "BusFullError",
+    "ClaimedError",
     "Commit",
     "Entry",
     "FencedError",
@@ -75,6 +77,14 @@ class QueueFullError(BusError):
     def __init__(self, num_waiting: int) -> None:
         super().__init__(f"{num_waiting} requests wait already")
         self.num_waiting = num_waiting
+
+
+class ClaimedError(BusError):
+    """The client's Idempotency-Key was used before, in the words of the claim."""
+
+    def __init__(self, claim: str) -> None:
+        super().__init__(f"the key was used before: {claim}")
+        self.claim = claim
 
 
 @dataclass(slots=True)
@@ -141,21 +151,30 @@ class Bus:
     # ------------------------------------------------------------ gateway
 
     async def submit(
-        self, requests: Sequence[EngineCoreRequest], limit: int, retention_s: float
+        self,
+        requests: Sequence[EngineCoreRequest],
+        limit: int,
+        retention_s: float,
+        record: AnswerRecord | None = None,
+        lapsed_claim: str = "",
     ) -> list[int]:
         """Queue these requests together, or none of them; harmless to repeat.
 
-        Returns their request numbers; 0 for one that was aborted meanwhile. Raises QueueFullError,
-        BusFullError, BusDownError.
+        The `record` of their answer is stored with them. If it has a claim, that takes the place of
+        `lapsed_claim` or of none. Returns their request numbers; 0 for one that was aborted
+        meanwhile. Raises QueueFullError, ClaimedError, BusFullError, BusDownError.
         """
-        keys = [self.keys.requests(), self.keys.stats()]
+        key, claim = self._claim(requests[0], record)
+        keys = [self.keys.requests(), self.keys.stats(), key]
         keys += [self.keys.request(request.req_id) for request in requests]
-        args: list[Argument] = [limit]
+        args: list[Argument] = [limit, claim, lapsed_claim]
         for request in requests:
-            args += [request.req_id, codec.encode(request)]
+            args += [request.req_id, codec.encode(request), _stored_fields(request, record)]
         status, *rest = await self._connection.script(_SUBMIT, keys, args)
         if status == b"FULL":
             raise QueueFullError(int(rest[0]))
+        if status == b"CLAIMED":
+            raise ClaimedError(rest[0].decode())
         return [request_number(entry.decode()) for entry in rest]
 
     async def abort(self, abort: AbortRequest) -> None:
@@ -169,13 +188,19 @@ class Bus:
         args: list[Argument] = ["resume", resume.req_id, codec.encode(resume)]
         await self._connection.script(_ASK, [self.keys.requests()], args)
 
-    async def resubmit(self, request: EngineCoreRequest) -> None:
+    async def resubmit(
+        self, request: EngineCoreRequest, record: AnswerRecord | None = None
+    ) -> None:
         """Submit a request with the output that its client has; it takes the place of the first.
 
-        Passes whatever the queue's length: it was admitted once. Harmless to repeat.
+        Passes whatever the queue's length: it was admitted once. Harmless to repeat. What Redis may
+        have lost of the answer's record is stored anew.
         """
+        key, claim = self._claim(request, record)
+        keys = [self.keys.requests(), self.keys.request(request.req_id), key]
         args: list[Argument] = ["add", request.req_id, codec.encode(request)]
-        await self._connection.script(_ASK, [self.keys.requests()], args)
+        args += [_stored_fields(request, record), claim]
+        await self._connection.script(_ASK, keys, args)
 
     async def reconfigure(self, change: ConfigChange) -> None:
         """Ask for other settings; the outcome will stand in `config`."""
@@ -239,10 +264,7 @@ class Bus:
                 [self.keys.tokens(req_id), offset, data]
                 for req_id, offset, data in commit.checkpoints
             ],
-            "ended": [
-                [self.keys.request(req_id), self.keys.tokens(req_id), entry]
-                for req_id, entry in commit.ended
-            ],
+            "ended": [[self.keys.request(req_id), entry] for req_id, entry in commit.ended],
             "entries": commit.done_entries,
             "outs": [
                 [self.keys.out(process), codec.encode(outputs)]
@@ -376,6 +398,22 @@ class Bus:
         values = await self._connection.command("MGET", *keys)
         return [value or b"" for value in values]
 
+    async def submission(self, entry: str) -> EngineCoreRequest | None:
+        """Read a request as it was submitted, by its entry; None once it has ended."""
+        reply = await self._connection.command("XRANGE", self.keys.requests(), entry, entry)
+        for found in entries_of(self.keys.requests(), reply):
+            return codec.decode_as(EngineCoreRequest, found.body)
+        return None
+
+    async def claim(self, key: str) -> str | None:
+        """Read what stands under a client's Idempotency-Key."""
+        value = await self._connection.command("GET", key)
+        return None if value is None else str(value.decode())
+
+    async def read(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+        """Ask together, for people who look at the mirrors."""
+        return await self._connection.commands(commands)
+
     async def scan(self, key: str, page: int = 256) -> AsyncIterator[list[Entry]]:
         """Walk a whole stream from its first entry, page by page."""
         start = "-"
@@ -395,19 +433,26 @@ class Bus:
 
     # ------------------------------------------------------------ inside
 
+    def _claim(self, request: EngineCoreRequest, record: AnswerRecord | None) -> tuple[str, str]:
+        """Key and value of the claim that stands with a request; the value is empty without one."""
+        if record is None or record.claim is None or record.req_id != request.req_id:
+            return self.keys.idempotency(request.tenant, ""), ""
+        return record.claim.key, record.claim_value
+
     async def _append(self, key: str, entry_id: str, fields: Mapping[str, Any]) -> None:
         pairs = [item for pair in fields.items() for item in pair]
         await self._connection.script(_APPEND, [key], [entry_id, STREAM_LENGTH, *pairs])
 
     async def _keys_with(self, prefix: str) -> AsyncIterator[str]:
         """Walk all keys for those that begin so; the braces of a pool mean nothing in a pattern."""
-        cursor = b"0"
+        cursor = 0
         while True:
             words = ("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", 1000)
-            cursor, keys = await self._connection.command(*words)
+            found = await self._connection.command(*words)
+            cursor, keys = int(found[0]), found[1]
             for key in keys:
                 yield key.decode()
-            if cursor == b"0":
+            if cursor == 0:
                 return
 
     async def _configured(self, name: str) -> str | None:
@@ -432,6 +477,12 @@ async def retrying(call: Callable[[], Awaitable[T]], max_pause_s: float = 1.0) -
         except BusDownError:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, max_pause_s)
+
+
+def _stored_fields(request: EngineCoreRequest, record: AnswerRecord | None) -> bytes:
+    """What stands in `req:<id>` from the beginning, as a script takes it."""
+    fields = record.fields(request.req_id) if record is not None else {}
+    return codec.pack_for_script(_flat({"tenant": request.tenant, **fields}))
 
 
 def _flat(values: Mapping[str, Any]) -> list[Any]:

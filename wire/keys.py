@@ -65,6 +65,10 @@ class Keys:
         """String: checkpoint of a request's output, four bytes a token, little endian."""
         return self._key("tok", req_id)
 
+    def idempotency(self, tenant: str, digest: str) -> str:
+        """String: the answer that a client's Idempotency-Key led to, and the digest of the body."""
+        return self._key("idem", tenant, digest)
+
     def log(self) -> str:
         """Stream: committed tokens; an entry here is what makes a token exist."""
         return self._key("log")

@@ -113,6 +113,9 @@ class ResumeRequest:
     `crc` is the CRC-32 of the tokens before, each as four bytes, little endian. The answer is
     those tokens, or `EngineCoreOutputs.unknown`: then the scheduler does not have the request with
     that prefix, and the gateway submits it again with what it has.
+
+    With the handle 0, which no request has, the gateway follows it no longer: its client has gone
+    and may come back, here or elsewhere. There is no answer.
     """
 
     req_id: str

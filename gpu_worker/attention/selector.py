@@ -26,21 +26,35 @@ def select_backend(
 
     """
     choice = settings.attention_backend
-    if choice == "triton":
-        raise SettingsError("ATTENTION_BACKEND=triton: not available here; `auto` is")
-    if choice == "cpu" or (choice == "auto" and device.type == "cpu"):
+    for name, device_type, make in (("triton", "cuda", _triton), ("cpu", "cpu", _native)):
+        if choice != name and (choice != "auto" or device.type != device_type):
+            continue
         try:
-            return _native(settings, dtype, device, shapes)
+            return make(settings, dtype, device, shapes)
         except NoLibraryError as error:
-            if choice == "cpu":
-                raise SettingsError(f"ATTENTION_BACKEND=cpu: {error}") from None
+            if choice == name:
+                raise SettingsError(f"ATTENTION_BACKEND={name}: {error}") from None
             log.warning("attention_in_plain_torch", reason=str(error))
     return TorchAttention(settings.block_size, dtype, device)
 
 
+def _triton(
+    settings: Settings, dtype: torch.dtype, device: torch.device, shapes: Sequence[KVShape]
+) -> AttentionBackend:
+    if device.type != "cuda":
+        raise NoLibraryError(f"the device is {device.type}")
+    try:
+        from gpu_worker.attention.triton import TritonAttention  # noqa: PLC0415 - not everywhere
+    except ImportError as error:
+        raise NoLibraryError(str(error)) from None
+    backend = TritonAttention(settings.block_size, dtype, device)
+    backend.prepare(shapes)
+    return backend
+
+
 def _native(
     settings: Settings, dtype: torch.dtype, device: torch.device, shapes: Sequence[KVShape]
-) -> CpuAttention:
+) -> AttentionBackend:
     if device.type != "cpu":
         raise NoLibraryError(f"the device is {device.type}")
     backend = CpuAttention(settings.block_size, dtype, settings.model_cache_dir / "kernels")

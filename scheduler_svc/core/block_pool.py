@@ -17,8 +17,11 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import islice
 
 
+@lru_cache(maxsize=1024)
 def root_hash(salt: str | None, model_revision: str = "") -> bytes:
     """First parent of a chain of block hashes: only equal salts and models can share blocks."""
     digest = hashlib.sha256()
@@ -29,13 +32,13 @@ def root_hash(salt: str | None, model_revision: str = "") -> bytes:
     return digest.digest()
 
 
-def block_hash(parent: bytes, token_ids: array[int]) -> bytes:
+def block_hash(parent: bytes, tokens: bytes) -> bytes:
     """Name the content of a full block: SHA-256 over the 32 bytes of its parent and its tokens.
 
-    Tokens have a fixed width, so no two sequences look alike. That different content never has
+    Tokens are four bytes each, so no two sequences look alike. That different content never has
     equal names rests on the collision resistance of SHA-256.
     """
-    return hashlib.sha256(parent + token_ids.tobytes()).digest()
+    return hashlib.sha256(parent + tokens).digest()
 
 
 class BlockPool:
@@ -44,6 +47,7 @@ class BlockPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks  # free and cached-idle
+        self.num_released = 0  # times that a block came back to the queue, ever
         self._ref_counts = array("i", bytes(4 * num_blocks))
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._block_with: dict[bytes, int] = {}
@@ -55,18 +59,31 @@ class BlockPool:
         """Look up a block that holds this content, or will once the steps before have run."""
         return self._block_with.get(content)
 
+    def find_prefix(self, contents: Sequence[bytes], limit: int) -> list[int]:
+        """Look up the first `limit` contents, up to the first that nobody holds."""
+        blocks: list[int] = []
+        if limit == 0 or contents[0] not in self._block_with:
+            return blocks
+        for content in islice(contents, limit):
+            if (block := self._block_with.get(content)) is None:
+                break
+            blocks.append(block)
+        return blocks
+
     def take(self, count: int) -> list[int]:
         """Hand out blocks for new content; what they cached is forgotten.
 
         The caller has made sure that `num_free` suffices.
         """
-        taken = []
+        taken, block = [], self._next[self.num_blocks]
         for _ in range(count):
-            block = self._next[self.num_blocks]
-            self._unlink(block)
-            self._forget(block)
+            if self._hashes[block] is not None:
+                self._forget(block)
             self._ref_counts[block] = 1
             taken.append(block)
+            block = self._next[block]
+        self._next[self.num_blocks], self._prev[block] = block, self.num_blocks
+        self.num_free -= count
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -132,6 +149,7 @@ class BlockPool:
         self._next[before] = self._prev[after] = block
         self._prev[block], self._next[block] = before, after
         self.num_free += 1
+        self.num_released += 1
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Raise AssertionError unless every block is in exactly one state and agrees with `tables`.

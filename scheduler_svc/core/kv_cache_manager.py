@@ -33,12 +33,7 @@ class KVCacheManager:
             return []
         limit = (request.num_tokens - 1) // self.block_size
         self._extend_hashes(request, limit)
-        hits: list[int] = []
-        for content in request.block_hashes[:limit]:
-            if (block := self.pool.find(content)) is None:
-                break
-            hits.append(block)
-        return hits
+        return self.pool.find_prefix(request.block_hashes, limit)
 
     def num_needed(self, num_tokens: int, hits: list[int]) -> int:
         """Blocks that leave the queue if a request without any gets all for `num_tokens`."""
@@ -79,10 +74,13 @@ class KVCacheManager:
         if not self._caching:
             return
         full = min(num_computed_tokens, request.num_tokens) // self.block_size
+        published = request.num_published_blocks
+        if full <= published:
+            return
         self._extend_hashes(request, full)
-        for i in range(request.num_published_blocks, full):
+        for i in range(published, full):
             self.pool.publish(request.block_ids[i], request.block_hashes[i])
-        request.num_published_blocks = max(full, request.num_published_blocks)
+        request.num_published_blocks = full
 
     def free(self, request: Request) -> None:
         """Give all blocks of a request up."""
@@ -102,9 +100,12 @@ class KVCacheManager:
 
     def _extend_hashes(self, request: Request, count: int) -> None:
         hashes, size = request.block_hashes, self.block_size
-        if len(hashes) >= count:
+        known = len(hashes)
+        if known >= count:
             return
         parent = hashes[-1] if hashes else root_hash(request.cache_salt)
-        for i in range(len(hashes), count):
-            parent = block_hash(parent, request.token_ids[i * size : (i + 1) * size])
+        tokens = request.token_ids[known * size : count * size].tobytes()
+        width = len(tokens) // (count - known)  # bytes of one block's tokens
+        for start in range(0, len(tokens), width):
+            parent = block_hash(parent, tokens[start : start + width])
             hashes.append(parent)

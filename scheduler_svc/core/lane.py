@@ -13,7 +13,7 @@ to one is known when it joins:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from scheduler_svc.core.block_pool import BlockPool
@@ -32,6 +32,15 @@ class StepRecord:
     sampling: list[Request]  # those that sample a token in this step, in the step's order
     num_prompt_tokens: int  # computed beyond one token per decoding request
     num_copied_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Why the request that waits for room here did not fit when that was last worked out."""
+
+    num_missing_blocks: int
+    num_released: int  # the pool's count at that time
+    next_hit: bytes | None  # content that, once published, makes it need less
 
 
 @dataclass(slots=True)
@@ -58,6 +67,7 @@ class Lane:
     ) -> None:
         self.worker = worker
         self.capacity = capacity
+        self.max_num_tokens = capacity.max_num_tokens
         self.kv = kv
         self.cpu_pool = BlockPool(capacity.num_cpu_blocks)
         self.rates = Rates()
@@ -65,9 +75,11 @@ class Lane:
         self.prefilling = RequestQueue()
         self.swapped = RequestQueue()
         self.decode_batch: list[Request] = []  # DECODING; the worker derives the same list
-        self.decoding_of: dict[Tenant, int] = {}  # how many of the batch are each tenant's
+        self.running_of: Counter[Tenant] = Counter()  # how many of `running` are each tenant's
+        self.decoding_of: Counter[Tenant] = Counter()  # and how many of the batch
         self.ending: dict[int, Request] = {}
         self.bound: Request | None = None  # waits for room here, and nobody passes it
+        self.shortage: Shortage | None = None  # of `bound`
         self.next_step = last_step + 1
         self.last_answered_step = last_step
         self.in_flight: deque[StepRecord] = deque()
@@ -84,6 +96,7 @@ class Lane:
         request.worker = self.worker
         self.running.push(request)
         self.prefilling.push(request)
+        self.running_of[request.tenant] += 1
 
     def begin_decoding(self, request: Request, step_id: int) -> None:
         """`step_id` computes the last known token of a request: from the next on, it decodes."""
@@ -92,7 +105,7 @@ class Lane:
         request.decode_base = request.num_tokens - (step_id + 1)
         request.decode_index = len(self.decode_batch)
         self.decode_batch.append(request)
-        self.decoding_of[request.tenant] = self.decoding_of.get(request.tenant, 0) + 1
+        self.decoding_of[request.tenant] += 1
         self._growth[self._remainder(request)][request.num] = request
         remaining = request.max_num_tokens - request.num_tokens - 1  # `step_id` itself samples one
         request.leave_step = step_id + 1 + remaining
@@ -112,6 +125,19 @@ class Lane:
             self.finished.append(request.num)
             request.status = RequestStatus.ENDING
             self.ending[request.num] = request
+
+    def is_short(self) -> bool:
+        """Whether `bound` certainly fits no better than when that was last worked out.
+
+        Saves looking up a long prefix in every step. Blocks that others take or share since then
+        change nothing in its favour; only what comes back to the pool does.
+        """
+        short, pool = self.shortage, self.kv.pool
+        if short is None or len(self.running) == 0:
+            return False
+        if pool.num_released - short.num_released >= short.num_missing_blocks:
+            return False
+        return short.next_hit is None or pool.find(short.next_hit) is None
 
     # ------------------------------------------------------------ leaving
 
@@ -180,6 +206,7 @@ class Lane:
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
+        _count_down(self.running_of, request.tenant)
         if request.status is RequestStatus.PREFILLING:
             self.prefilling.remove(request)
             return
@@ -189,9 +216,7 @@ class Lane:
         del leaving[request.num]
         if not leaving:
             del self._leaving[request.leave_step]
-        self.decoding_of[request.tenant] -= 1
-        if self.decoding_of[request.tenant] == 0:
-            del self.decoding_of[request.tenant]
+        _count_down(self.decoding_of, request.tenant)
         last = self.decode_batch.pop()
         if last is not request:
             self.decode_batch[request.decode_index] = last
@@ -212,7 +237,8 @@ class Lane:
         assert all(r.status is RequestStatus.SWAPPED and not r.block_ids for r in self.swapped)
         assert not any(r.cpu_block_ids for r in held)
         assert [r.decode_index for r in decoding] == list(range(len(decoding)))
-        assert sum(self.decoding_of.values()) == len(decoding)
+        assert self.running_of == Counter(r.tenant for r in running)
+        assert self.decoding_of == Counter(r.tenant for r in decoding)
         for remainder, due in enumerate(self._growth):
             assert all(self._remainder(r) == remainder for r in due.values())
         numbers = sorted(r.num for r in decoding)
@@ -224,6 +250,12 @@ class Lane:
             assert len(request.block_ids) == -(-computed // size), "blocks are not what is computed"
         self.kv.pool.check_integrity(r.block_ids for r in held)
         self.cpu_pool.check_integrity(r.cpu_block_ids for r in self.swapped)
+
+
+def _count_down(counts: Counter[Tenant], tenant: Tenant) -> None:
+    counts[tenant] -= 1
+    if counts[tenant] == 0:
+        del counts[tenant]
 
 
 def _blend(old: float, new: float) -> float:

@@ -21,14 +21,18 @@ from wire.messages import BlockCopies
 def choose_victim(
     lane: Lane, config: SchedulerConfig, is_allowed: Callable[[Request], bool] = lambda _: True
 ) -> Request | None:
-    """Pick a running request to yield: the least urgent, or the one that is cheapest to bring back.
+    """Pick a running request to yield: one of the tenant that was served most.
 
-    Never the first in the order unless it is alone: so that somebody always makes progress.
+    Of its requests the least urgent, or the one that is cheapest to bring back. Never the first in
+    the order unless it is alone: so that somebody always makes progress.
     """
     candidates = list(lane.running)[1:] or list(lane.running)
     allowed = [request for request in candidates if is_allowed(request)]
     if not allowed:
         return None
+    if len(lane.running_of) > 1:
+        most = max((request.tenant for request in allowed), key=lambda tenant: tenant.virtual)
+        allowed = [request for request in allowed if request.tenant is most]
     if config.preemption_victim == "newest":
         return allowed[-1]
     return min(reversed(allowed), key=lambda request: _recompute_cost(request, lane))

@@ -15,7 +15,6 @@ from scheduler_svc.core.kv_cache_manager import KVCacheManager
 from scheduler_svc.core.lane import Lane, StepRecord
 from scheduler_svc.core.outputs import Finished, Outputs, Totals
 from scheduler_svc.core.planner import StepPlanner
-from scheduler_svc.core.policy import policy_of
 from scheduler_svc.core.request import Request, RequestStatus
 from scheduler_svc.core.request_queue import RequestQueue
 from scheduler_svc.core.state import State
@@ -68,7 +67,7 @@ class Scheduler:
         suspects = [] if is_orderly else list(lane.running)
         for request in lane.abandon():
             self.totals.num_preemptions += 1
-            self._state.take_back(request)
+            self._state.waiting.push(request)
         for request in suspects:
             request.blame(was_alone=len(suspects) == 1)
             if request.num_lone_losses >= self.config.max_worker_losses:
@@ -88,8 +87,7 @@ class Scheduler:
     def reconfigure(self, config: SchedulerConfig) -> None:
         """Change limits and policy from the next step on; what runs goes on."""
         state = self._state
-        state.config, state.policy = config, policy_of(config)
-        waiting, state.waiting = list(state.waiting), WaitingLine(state.policy)
+        waiting = state.reconfigure(config)
         for request in state.requests.values():
             request.order = self._order_of(request)
         for request in waiting:
@@ -98,6 +96,7 @@ class Scheduler:
             lane.running = _sorted_anew(lane.running)
             lane.prefilling = _sorted_anew(lane.prefilling)
             lane.swapped = _sorted_anew(lane.swapped)
+            lane.shortage = None
 
     # ------------------------------------------------------------ requests
 
@@ -343,6 +342,10 @@ class Scheduler:
     def served(self) -> dict[str, float]:
         """The tenants' counters."""
         return self._state.tenants.served()
+
+    def take_served(self) -> dict[str, float]:
+        """The counters of those tenants that were served since the last time."""
+        return self._state.tenants.take_changes()
 
     def restore_served(self, served: dict[str, float]) -> None:
         """Go on from tenants' counters that an earlier leader left."""

@@ -9,7 +9,7 @@ from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.outputs import Outputs, Totals
 from scheduler_svc.core.policy import Policy, policy_of
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.tenants import Tenants
+from scheduler_svc.core.tenants import Tenant, Tenants
 from scheduler_svc.core.waiting_line import WaitingLine
 
 
@@ -20,29 +20,39 @@ class State:
     config: SchedulerConfig
     epoch: int
     policy: Policy
+    tenants: Tenants
     waiting: WaitingLine
     requests: dict[int, Request] = field(default_factory=dict)  # that have not ended
     lanes: dict[str, Lane] = field(default_factory=dict)
-    tenants: Tenants = field(default_factory=Tenants)
     totals: Totals = field(default_factory=Totals)
     outputs: Outputs = field(default_factory=Outputs)
 
     @classmethod
     def new(cls, config: SchedulerConfig, epoch: int) -> State:
         """Begin with nothing."""
-        policy = policy_of(config)
-        return cls(config, epoch, policy, WaitingLine(policy))
+        policy, tenants = policy_of(config), Tenants()
+        return cls(config, epoch, policy, tenants, new_line(policy, tenants, config))
 
-    def take_back(self, request: Request) -> None:
-        """Let a request wait that lost what was computed for it; its tenant gets that back."""
-        lost = min(request.num_computed_tokens, request.num_tokens)
-        self.totals.num_recomputed_tokens += lost
-        request.tenant.charge(-lost)
-        self.waiting.push(request)
-        self.waiting.refunded(request.tenant)
+    def reconfigure(self, config: SchedulerConfig) -> list[Request]:
+        """Change limits and policy; gives back those that wait, who have yet to line up anew."""
+        waiting = list(self.waiting)
+        self.config, self.policy = config, policy_of(config)
+        self.waiting = new_line(self.policy, self.tenants, config)
+        return waiting
+
+    def charge(self, tenant: Tenant, num_tokens: int) -> None:
+        """Count tokens as served; a negative number takes them back."""
+        self.tenants.charge(tenant, num_tokens)
+        if num_tokens < 0:
+            self.waiting.refunded(tenant)
 
     def unbind(self, request: Request) -> None:
         """A request no longer waits for room on one worker."""
         for lane in self.lanes.values():
             if lane.bound is request:
                 lane.bound = None
+
+
+def new_line(policy: Policy, tenants: Tenants, config: SchedulerConfig) -> WaitingLine:
+    """Make an empty line; a tenant's credit is what one step can compute."""
+    return WaitingLine(policy, tenants, config.max_num_batched_tokens)

@@ -3,9 +3,9 @@
 Owns who is next. Three rules, from the strongest:
 
 1. the system class before everybody;
-2. those that ran before and lost their place before those that never ran, unless one of the latter
-   is so urgent that it could take a place by force;
-3. between tenants, whoever was served least (`tenants`); within one, the policy's order.
+2. between tenants, whoever was served least (`tenants`);
+3. within a tenant, those that ran before and lost their place before those that never ran, unless
+   one of the latter is so urgent that it could take a place by force; else the policy's order.
 
 Looking for the next costs the logarithm of the number of tenants that wait, however many requests
 do.
@@ -20,44 +20,73 @@ from heapq import heappop, heappush
 from scheduler_svc.core.policy import Policy
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.request_queue import RequestQueue
-from scheduler_svc.core.tenants import Tenant
+from scheduler_svc.core.tenants import Tenant, Tenants
 
 
 @dataclass(slots=True, eq=False)
 class _TenantLine:
-    """The requests of one tenant that wait for their first run."""
+    """The requests of one tenant that wait."""
 
     tenant: Tenant
-    queue: RequestQueue = field(default_factory=RequestQueue)
-    entry: tuple[float, int] = (0.0, 0)  # its only valid entry in the heap
+    returning: RequestQueue = field(default_factory=RequestQueue)
+    fresh: RequestQueue = field(default_factory=RequestQueue)
+    entry: int = 0  # number of its valid entry in the heap; 0: none, -1: a walk has taken it out
+
+    def __bool__(self) -> bool:
+        return bool(len(self.returning) or len(self.fresh))
+
+
+@dataclass(slots=True, eq=False)
+class _Cursor:
+    """How far a walk has come in one tenant's line: past those that it left there."""
+
+    line: _TenantLine
+    virtual: float  # the tenant's counter, as if all that was seen had been served
+    num_returning: int = 0
+    num_fresh: int = 0
+
+    def peek(self, policy: Policy) -> Request | None:
+        """Give the next of the line."""
+        returning, fresh = self.line.returning, self.line.fresh
+        back = returning[self.num_returning] if self.num_returning < len(returning) else None
+        new = fresh[self.num_fresh] if self.num_fresh < len(fresh) else None
+        if back is None or (new is not None and policy.may_preempt(new, back)):
+            return new
+        return back
+
+    def pass_by(self, request: Request) -> None:
+        """Go on behind a request, whether it was taken out of the line or left in it."""
+        self.virtual += request.num_tokens / self.line.tenant.weight
+        returning, fresh = self.line.returning, self.line.fresh
+        if self.num_fresh < len(fresh) and fresh[self.num_fresh] is request:
+            self.num_fresh += 1
+        elif self.num_returning < len(returning) and returning[self.num_returning] is request:
+            self.num_returning += 1
 
 
 class WaitingLine:
     """Requests of all tenants, and who of them is next."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, tenants: Tenants, credit: int) -> None:
         self.policy = policy
+        self._tenants = tenants
+        self._credit = credit  # tokens; see `Tenants.line_up`
         self._system = RequestQueue()
-        self._returning = RequestQueue()
         self._lines: dict[str, _TenantLine] = {}
-        # (counter as it was, serial number, line). Counters only grow between two looks, so the top
-        # is put right when it is looked at; an entry that is not the line's latest is void.
+        # (counter as it was, number of the entry, line). Counters mostly grow, so the top is put
+        # right when it is looked at; an entry that is not the line's latest is void.
         self._heap: list[tuple[float, int, _TenantLine]] = []
-        self._serial = 0
-        self._level = 0.0  # counter of the tenant that was served last
+        self._num_entries = 0
+        self._num_in_lines = 0
 
     def __len__(self) -> int:
-        fresh = sum(len(line.queue) for line in self._lines.values())
-        return len(self._system) + len(self._returning) + fresh
+        return len(self._system) + self._num_in_lines
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._system
-        yield from self._returning
         for line in self._lines.values():
-            yield from line.queue
-
-    def __bool__(self) -> bool:
-        return bool(self._lines or len(self._returning) or len(self._system))
+            yield from line.returning
+            yield from line.fresh
 
     # ------------------------------------------------------------ coming and going
 
@@ -65,114 +94,87 @@ class WaitingLine:
         """Let a request wait."""
         if request.is_system:
             self._system.push(request)
-        elif request.was_started:
-            self._returning.push(request)
-        else:
-            self._join_line(request.tenant).queue.push(request)
+            return
+        tenant = request.tenant
+        line = self._lines.get(tenant.name)
+        if line is None:
+            self._tenants.line_up(tenant, self._credit)
+            line = self._lines[tenant.name] = _TenantLine(tenant)
+            self._enter(line)
+        (line.returning if request.was_started else line.fresh).push(request)
+        self._num_in_lines += 1
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands."""
         if request.is_system:
             self._system.remove(request)
             return
-        if request.was_started:
-            self._returning.remove(request)
-            return
         line = self._lines[request.tenant.name]
-        line.queue.remove(request)
-        if not line.queue:
+        (line.returning if request.was_started else line.fresh).remove(request)
+        self._num_in_lines -= 1
+        if not line:
             del self._lines[request.tenant.name]
-            line.entry = (0.0, 0)
-
-    def served(self, tenant: Tenant) -> None:
-        """A request of this tenant left the line to run; who joins now starts level with it."""
-        self._level = max(self._level, tenant.virtual)
+            line.entry = 0
 
     def refunded(self, tenant: Tenant) -> None:
         """A tenant's counter went down, which the heap does not expect."""
         line = self._lines.get(tenant.name)
-        if line is not None:
+        if line is not None and line.entry > 0:
             self._enter(line)
-
-    def _join_line(self, tenant: Tenant) -> _TenantLine:
-        line = self._lines.get(tenant.name)
-        if line is None:
-            tenant.virtual = max(tenant.virtual, self._level)
-            line = self._lines[tenant.name] = _TenantLine(tenant)
-            self._enter(line)
-        return line
-
-    def _enter(self, line: _TenantLine) -> None:
-        self._serial += 1
-        line.entry = (line.tenant.virtual, self._serial)
-        heappush(self._heap, (*line.entry, line))
 
     # ------------------------------------------------------------ who is next
 
-    def walk(self) -> Iterator[Request]:
+    def first(self) -> Request | None:
+        """Who is next."""
+        walk = self.walk()
+        try:
+            return next(walk, None)
+        finally:
+            walk.close()
+
+    def walk(self) -> Generator[Request, None, None]:
         """Go through the line in its order, as far as the caller wants.
 
         The caller may take out the request that it was given last, and no other, before it asks for
         the next. A request that it leaves counts as if it were served, for the order of the rest.
         """
         yield from list(self._system)
-        returning = list(self._returning)
-        fresh = self._walk_tenants()
-        try:
-            ahead = next(fresh, None)
-            for request in returning:
-                while ahead is not None and self.policy.may_preempt(ahead, request):
-                    yield ahead
-                    ahead = next(fresh, None)
-                yield request
-            while ahead is not None:
-                yield ahead
-                ahead = next(fresh, None)
-        finally:
-            fresh.close()
-
-    def _walk_tenants(self) -> Generator[Request, None, None]:
-        """Those that never ran: always of the tenant that was served least so far."""
-        visited: dict[str, tuple[_TenantLine, int]] = {}  # line, requests of it that were left
-        ahead: list[tuple[float, str]] = []  # the same lines, by counter with what they were given
+        cursors: list[_Cursor] = []
+        seen: list[tuple[float, int, _Cursor]] = []  # heap of them, by counter
         try:
             while True:
-                line = self._least_served()
-                if line is not None and line.tenant.name in visited:
-                    continue  # its counter went down meanwhile; it is entered again at the end
-                if ahead and (line is None or ahead[0][0] <= line.tenant.virtual):
-                    if line is not None:
-                        self._enter(line)
-                    virtual, name = heappop(ahead)
-                    line, index = visited[name]
-                elif line is not None:
-                    virtual, name, index = line.tenant.virtual, line.tenant.name, 0
+                lowest = self._lowest_counter()
+                if seen and (lowest is None or seen[0][0] <= lowest):
+                    _, number, cursor = heappop(seen)
+                elif lowest is not None:
+                    line = heappop(self._heap)[2]
+                    line.entry = -1
+                    number, cursor = len(cursors), _Cursor(line, line.tenant.virtual)
+                    cursors.append(cursor)
                 else:
                     return
-                if index >= len(line.queue):
-                    visited[name] = (line, index)
-                    continue
-                request = line.queue[index]
-                visited[name] = (line, index)
-                yield request
-                was_left = index < len(line.queue) and line.queue[index] is request
-                visited[name] = (line, index + was_left)
-                cost = request.num_tokens / line.tenant.weight
-                heappush(ahead, (max(virtual + cost, line.tenant.virtual), name))
+                request = cursor.peek(self.policy)
+                if request is not None:
+                    yield request
+                    cursor.pass_by(request)
+                    heappush(seen, (cursor.virtual, number, cursor))
         finally:
-            for line, _ in visited.values():
-                if line.queue:
-                    self._enter(line)
+            for cursor in cursors:
+                if cursor.line:
+                    self._enter(cursor.line)
 
-    def _least_served(self) -> _TenantLine | None:
-        """Take the line of the tenant with the lowest counter out of the heap."""
+    def _lowest_counter(self) -> float | None:
+        """Put the top of the heap right, and say what it is."""
         while self._heap:
-            virtual, serial, line = heappop(self._heap)
-            if line.entry != (virtual, serial):
-                continue  # void
-            if line.tenant.virtual > virtual:
+            virtual, number, line = self._heap[0]
+            if line.entry == number and line.tenant.virtual == virtual:
+                return virtual
+            heappop(self._heap)
+            if line.entry == number:
                 self._enter(line)
-                continue
-            line.entry = (0.0, 0)
-            return line
         return None
+
+    def _enter(self, line: _TenantLine) -> None:
+        self._num_entries += 1
+        line.entry = self._num_entries
+        heappush(self._heap, (line.tenant.virtual, line.entry, line))

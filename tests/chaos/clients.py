@@ -22,6 +22,7 @@ from wire.messages import SamplingParams
 
 ABORTED_WITH_GATEWAY = "gone"
 PAUSE_S = 0.2  # before a client that was refused asks again
+PATIENCE_S = 60.0  # of a test that waits for one client
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Client:
     error: str | None = None
     gateway: Process | None = None
     num_moves: int = 0
+    num_refusals: int = 0
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def __post_init__(self) -> None:
@@ -66,13 +68,18 @@ class Client:
         }
 
     async def has(self, num_tokens: int) -> None:
-        """Wait until it was given so many tokens."""
-        async with self.changed:
+        """Wait until it was given so many tokens; TimeoutError if that takes too long."""
+        async with asyncio.timeout(PATIENCE_S), self.changed:
             await self.changed.wait_for(lambda: len(self.tokens) >= num_tokens or self.end)
 
+    async def was_refused(self) -> None:
+        """Wait until a gateway had no room for it."""
+        async with asyncio.timeout(PATIENCE_S), self.changed:
+            await self.changed.wait_for(lambda: self.num_refusals)
+
     async def ended(self) -> str:
-        """Wait for the end; its reason."""
-        async with self.changed:
+        """Wait for the end; its reason. TimeoutError if that takes too long."""
+        async with asyncio.timeout(PATIENCE_S), self.changed:
             await self.changed.wait_for(lambda: self.end)
         assert self.end is not None
         return self.end
@@ -106,9 +113,13 @@ class Crowd:
         return client
 
     async def all_done(self) -> None:
-        """Wait for the end of every request."""
-        for client in list(self.open.values()):
-            await client.ended()
+        """Wait for the end of every request, however long that takes."""
+        while self.open:
+            await asyncio.sleep(0.02)
+
+    def forget_done(self) -> None:
+        """Keep of those who have all they wanted only the last few."""
+        del self.done[:-1000]
 
     def abort(self, client: Client) -> None:
         """Leave before the end."""
@@ -156,6 +167,7 @@ class Crowd:
     def _end(self, client: Client, line: dict[str, Any]) -> None:
         reason, client.error = line["end"], line["error"]
         if reason == "refused":
+            client.num_refusals += 1
             self._later(self._ask_again(client))
             return
         if reason in {"stop", "length"}:

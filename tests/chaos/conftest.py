@@ -13,6 +13,19 @@ from tests.chaos.scene import POISON, Scene
 from tests.fakes.redis_server import KINDS, find_binary
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: takes half a minute or more; runs with -m long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long ones out unless they are asked for."""
+    if "long" in config.getoption("markexpr"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if item not in long]
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def scene() -> AsyncIterator[Scene]:
     """Two schedulers, two gateways and a worker with little memory, slow enough to be hit."""
@@ -27,7 +40,8 @@ async def scene() -> AsyncIterator[Scene]:
         *("--step-ms", "10", "--num-blocks", "24", "--num-cpu-blocks", "24"),
         *("--poison", str(POISON)),
     )
+    scene = Scene(pool, random.Random(1))
     async with pool.running():
         await pool.ready()
-        yield Scene(pool, random.Random(1))
+        yield scene
     await pool.close()

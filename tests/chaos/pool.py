@@ -117,11 +117,15 @@ class Process:
         self._is_ours = True
         self._signal(signal.SIGKILL)
 
+    async def ended(self) -> None:
+        """Wait for the end of the life that runs."""
+        if self._life is not None:
+            await self._died.wait()
+
     async def killed(self) -> None:
         """End the life that runs, and wait for that."""
-        if self._life is not None:
-            self.kill()
-            await self._died.wait()
+        self.kill()
+        await self.ended()
 
     def freeze(self) -> None:
         """Let it hang: nothing is answered, and the connections stay open."""
@@ -136,17 +140,22 @@ class Process:
     def _signal(self, number: signal.Signals) -> None:
         if self._life is not None:
             with suppress(ProcessLookupError):
-                self._life.send_signal(number)
+                os.kill(self._life.pid, number)  # Popen's own way may reap it behind asyncio's back
 
 
 class Pool:
     """Redis with AOF, and the processes around it."""
 
     def __init__(
-        self, kind: str = "valkey", *, fsync: str = "everysec", **settings: object
+        self,
+        kind: str = "valkey",
+        *,
+        redis_options: dict[str, str] | None = None,
+        **settings: object,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ps-chaos-"))
-        self.redis = RedisServer(kind, aof=True, options={"appendfsync": fsync})
+        options = {"appendfsync": "everysec", **(redis_options or {})}
+        self.redis = RedisServer(kind, aof=True, options=options)
         self.settings: Settings = load(redis_url=self.redis.url, **settings)
         self.bus = Bus.connect(self.settings)
         self.schedulers: list[Process] = []

@@ -56,6 +56,7 @@ class Report:
     faults: Counter[str] = field(default_factory=Counter)
     num_epochs: int = 0
     longest_stall_s: float = 0.0
+    stalled_by: list[str] = field(default_factory=list)  # what had happened just before or in it
     num_missing_records: int = 0
     seconds: float = 0.0
     violations: list[str] = field(default_factory=list)
@@ -74,6 +75,7 @@ class Report:
                 "moves": self.num_moves,
                 "epochs": self.num_epochs,
                 "longest_stall_s": round(self.longest_stall_s, 1),
+                "stalled_by": self.stalled_by,
                 "missing_records": self.num_missing_records,
                 "seconds": round(self.seconds),
                 "violations": len(self.violations),
@@ -88,6 +90,7 @@ class Weather:
         self._pool = pool
         self._draw = draw
         self._faults = report.faults
+        self.diary: list[tuple[float, str]] = []
         self._sizes: deque[tuple[float, Path, int]] = deque(maxlen=400)  # of Redis's log
         self.has_forgotten = False  # Redis was rolled back or wiped
         self._kinds: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
@@ -121,6 +124,7 @@ class Weather:
                     names, weights, k=2 if self._draw.random() < 0.2 else 1
                 ):
                     self._faults[name] += 1
+                    self.diary.append((time.monotonic(), name))
                     number += 1
                     group.create_task(self._kinds[name][1]())  # type: ignore[arg-type]  # all are coroutines
             watching.cancel()
@@ -160,7 +164,7 @@ class Weather:
         keep = earlier[-1] if earlier else 0
         keep += self._draw.randrange(0, 2000)
         self._sizes.clear()
-        await self._pool.cut_redis(min(keep, size - 1), self._draw.uniform(0, 0.5))
+        await self._pool.cut_redis(max(0, min(keep, size - 1)), self._draw.uniform(0, 0.5))
 
     async def _wipe(self) -> None:
         self.has_forgotten = True
@@ -258,7 +262,10 @@ class Storm:
             if self._crowd.num_tokens != num_tokens:
                 num_tokens, since = self._crowd.num_tokens, time.monotonic()
             stall = time.monotonic() - since
-            self.report.longest_stall_s = max(self.report.longest_stall_s, stall)
+            if stall > self.report.longest_stall_s:
+                self.report.longest_stall_s = stall
+                diary = self._weather.diary
+                self.report.stalled_by = [name for at, name in diary if at > since - 1]
 
     def _tell_unfinished(self) -> None:
         for client in list(self._crowd.open.values()):

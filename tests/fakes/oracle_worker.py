@@ -4,10 +4,11 @@ Speaks the step protocol exactly as a real worker does, so that the scheduler se
 with exact answers and without waiting for arithmetic. As a process of its own:
 
     python -m tests.fakes.oracle_worker NAME [--step-ms 5] [--num-blocks 64] [--num-cpu-blocks 0]
-        [--null] [--poison TOKEN] [--set NAME=VALUE …]
+        [--null] [--count 1] [--times FILE] [--poison TOKEN] [--set NAME=VALUE …]
 
-With `--null` the device computes nothing at all (see `null_device`); with `--poison` a request
-whose prompt begins with that token kills the process, as a bug in a kernel would.
+With `--null` the device computes nothing at all (see `null_device`), and `--count` workers live in
+one process; `--times` writes when each step began, in seconds, at an orderly end. With `--poison` a
+request whose prompt begins with that token kills the process, as a bug in a kernel would.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import os
 import signal
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from tests.fakes.null_device import NullDevice
 from tests.fakes.paged_oracle import PagedOracle
@@ -68,6 +71,7 @@ class OracleWorker:
         )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         self._idle_at = 0.0  # when the device is done with all it has begun
+        self.begun = array("d")  # when each step began, monotonic seconds
         self._fields = {
             "model": "oracle",
             "num_blocks": num_blocks,
@@ -158,6 +162,7 @@ class OracleWorker:
             os.kill(os.getpid(), signal.SIGKILL)
         self.num_steps += 1
         started = max(time.monotonic(), self._idle_at)
+        self.begun.append(started)
         result = self._device.execute(step)
         self._idle_at = started + (0.0 if step.is_fence else self._step_s)
         time.sleep(max(0.0, self._idle_at - time.monotonic()))
@@ -168,23 +173,31 @@ class OracleWorker:
 
 
 async def serve(options: argparse.Namespace, settings: Settings, stopping: asyncio.Event) -> None:
-    """Execute steps until told to stop, or until another process takes the name."""
-    worker = OracleWorker(
-        settings,
-        options.name,
-        num_blocks=options.num_blocks,
-        num_cpu_blocks=options.num_cpu_blocks,
-        step_s=options.step_ms / 1000,
-        is_null=options.null,
-        poison=options.poison,
-    )
+    """Execute steps until told to stop, or until another process takes a name."""
+    workers = [
+        OracleWorker(
+            settings,
+            options.name if options.count == 1 else f"{options.name}-{number}",
+            num_blocks=options.num_blocks,
+            num_cpu_blocks=options.num_cpu_blocks,
+            step_s=options.step_ms / 1000,
+            is_null=options.null,
+            poison=options.poison,
+        )
+        for number in range(options.count)
+    ]
     bus = await connect(settings, stopping)
     try:
-        async with worker.running():
+        async with AsyncExitStack() as stack:
+            for worker in workers:
+                await stack.enter_async_context(worker.running())
             await stopping.wait()
-        await worker.leave(bus)
+        for worker in workers:
+            await worker.leave(bus)
     finally:
         await bus.close()
+    if options.times is not None:
+        options.times.write_bytes(workers[0].begun.tobytes())
 
 
 def main() -> int:
@@ -194,6 +207,8 @@ def main() -> int:
     parser.add_argument("--num-blocks", type=int, default=64)
     parser.add_argument("--num-cpu-blocks", type=int, default=0)
     parser.add_argument("--null", action="store_true")
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--times", type=Path)
     parser.add_argument("--poison", type=int)
     options, rest = parser.parse_known_args()
     with suppress(KeyboardInterrupt):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
@@ -23,6 +23,7 @@ from wire.messages import (
     ErrorCode,
     FinishedRequest,
     FinishReason,
+    ResumeRequest,
     StartedRequest,
     request_numbers,
     token_ids,
@@ -69,6 +70,7 @@ class _Outputs:
     tokens: list[int] = field(default_factory=list)
     started: list[StartedRequest] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
 
     def packed(self) -> EngineCoreOutputs:
         return EngineCoreOutputs(
@@ -77,6 +79,7 @@ class _Outputs:
             token_ids(self.tokens),
             self.started,
             self.finished,
+            self.unknown,
         )
 
 
@@ -88,6 +91,7 @@ class ScriptedEngine:
         self.script = script
         self.requests: list[EngineCoreRequest] = []
         self.aborts: list[AbortRequest] = []
+        self.resumes: list[ResumeRequest] = []
         self.tokens_per_commit = 1
         self.gateways: set[str] = set()
         self._epoch = 0
@@ -114,6 +118,19 @@ class ScriptedEngine:
     def num_running(self) -> int:
         """Requests that were read and have not ended."""
         return len(self._running)
+
+    def num_said(self, req_id: str) -> int:
+        """Tokens of a running request that were said."""
+        return self._running[req_id].num_said
+
+    def say_more(self, req_id: str) -> None:
+        """Go on with a request by the script as it is now."""
+        running = self._running[req_id]
+        running.script = self.script(running.request)
+
+    def forget(self, req_id: str) -> None:
+        """Know nothing of a request any more, as if it had been lost."""
+        del self._running[req_id]
 
     def be_silent(self) -> None:
         """Say no tokens until `talk`; requests and aborts are still read."""
@@ -171,13 +188,35 @@ class ScriptedEngine:
         if isinstance(message, EngineCoreRequest):
             self.requests.append(message)
             self.gateways.add(message.gateway)
-            self._running[message.req_id] = _Running(entry.entry_id, message, self.script(message))
+            num_said = len(message.output_token_ids)
+            self._running[message.req_id] = _Running(
+                entry.entry_id, message, self.script(message), num_said
+            )
+            return
+        commit.done_entries.append(entry.entry_id)
+        if isinstance(message, ResumeRequest):
+            self._resume(message, outputs)
             return
         assert isinstance(message, AbortRequest)
         self.aborts.append(message)
-        commit.done_entries.append(entry.entry_id)
         if (running := self._running.get(message.req_id)) is not None:
             self._end(running, message.reason, commit, outputs)
+
+    def _resume(self, resume: ResumeRequest, outputs: dict[str, _Outputs]) -> None:
+        """Say again all that was said behind what the gateway has, and go on under its handle."""
+        self.resumes.append(resume)
+        if resume.handle == 0:
+            return
+        running = self._running.get(resume.req_id)
+        out = outputs.setdefault(resume.gateway, _Outputs())
+        if running is None:
+            out.unknown.append(resume.handle)
+            return
+        running.request = replace(running.request, gateway=resume.gateway, handle=resume.handle)
+        for start in range(resume.num_output_tokens, running.num_said):
+            out.handles.append(resume.handle)
+            out.starts.append(start)
+            out.tokens.append(running.tokens[start])
 
     def _say(self, commit: Commit, outputs: dict[str, _Outputs]) -> None:
         reqs: list[int] = []

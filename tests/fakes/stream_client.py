@@ -213,20 +213,24 @@ class StreamClient:
         if stream is None or stream.end is not None:
             return
         known = await retrying(partial(self.bus.request, stream.req_id))
-        if known.get("status") == "finished":
-            await self._read_the_end(stream, known)
-            return
-        await retrying(partial(self.bus.resubmit, self._request(stream)))
+        if known.get("status") != "finished" or not await self._read_the_end(stream, known):
+            await retrying(partial(self.bus.resubmit, self._request(stream)))
 
-    async def _read_the_end(self, stream: Stream, known: dict[str, str]) -> None:
+    async def _read_the_end(self, stream: Stream, known: dict[str, str]) -> bool:
+        """Take the rest from the record; False if that contradicts what the client has."""
         (data,) = await retrying(partial(self.bus.tokens, [stream.req_id]))
-        output = token_ids(data).tolist()
-        assert output[: len(stream.tokens)] == stream.tokens, "the record contradicts the client"
+        output, reason = token_ids(data).tolist(), known["finish_reason"]
+        if output[: len(stream.tokens)] == stream.tokens:
+            rest = output[len(stream.tokens) :]
+        elif reason == "abort":  # Redis was rolled back or wiped before it was told of the wish
+            rest = []
+        else:
+            return False
         async with stream.changed:
-            stream.tokens[:] = output
-            reason = known["finish_reason"]
-            stream.end = FinishedRequest(stream.handle, len(output), reason)  # type: ignore[arg-type]  # as it was written
+            stream.tokens += rest
+            stream.end = FinishedRequest(stream.handle, len(stream.tokens), reason)  # type: ignore[arg-type]  # as it was written
             stream.changed.notify_all()
+        return True
 
     async def _compare(self, held: set[int]) -> None:
         deadline = time.monotonic() - SILENCE_S

@@ -11,6 +11,7 @@ variable, for a process that a test starts must not inherit it.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,10 @@ def install() -> None:
     triton.knobs.runtime.interpret = True
     triton.knobs.propagate_env = propagates
     _interpret_library()
+    interpreter._patch_lang(tl.standard.zeros.fn)  # what Triton's own functions see, once for all
+    interpreter.InterpretedFunction.__call__ = _call_within_a_launch
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)  # slow
     _patch_builder(interpreter.InterpreterBuilder)
     _patch_sum(interpreter.ReduceOps)
 
@@ -65,6 +70,11 @@ def _interpret_library() -> None:
                 if id(function) not in interpreted:
                     interpreted[id(function)] = interpreter.InterpretedFunction(function.fn)
                 setattr(module, name, interpreted[id(function)])
+
+
+def _call_within_a_launch(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Call a function from a kernel: the launch has prepared the language, so do it no more."""
+    return self.rewrite()(*arguments, **keywords)
 
 
 def _is_narrow(handle: Any) -> bool:
@@ -107,6 +117,10 @@ def _widened_handle(handle: Any) -> Array:
 
 def _first_is_narrow(first: Any, *_others: Any) -> bool:
     return _is_narrow(first)
+
+
+def _is_narrow_or_compares(left: Any, _right: Any, operation: Callable[..., Array]) -> bool:
+    return _is_narrow(left) or operation in _COMPARISONS  # which give no number of left's dtype
 
 
 def _third_is_narrow(_first: Any, _second: Any, third: Any, *_others: Any) -> bool:
@@ -158,7 +172,7 @@ def _convert(source: Any, target: tl.dtype, *_rounding: Any) -> Any:
 
 _REPLACEMENTS = (
     ("unary_op", _first_is_narrow, _unary),
-    ("binary_op", _first_is_narrow, _binary),
+    ("binary_op", _is_narrow_or_compares, _binary),
     ("ternary_op", _computes_narrow, _ternary),
     ("create_fma", _third_is_narrow, _fma),
     ("create_dot", _always, _dot),

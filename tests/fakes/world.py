@@ -52,6 +52,7 @@ class World:
         self, config: SchedulerConfig, capacity: WorkerCapacity, *, depth: int = 2, workers: int = 1
     ) -> None:
         self.config, self.capacity, self.depth = config, capacity, depth
+        self.configs = [config]  # all there were
         self.scheduler = Scheduler(config, epoch=1)
         self.workers: dict[str, Worker] = {}
         self.sequences: dict[int, Sequence] = {}
@@ -132,6 +133,7 @@ class World:
 
     def reconfigure(self, config: SchedulerConfig) -> None:
         self.config = config
+        self.configs.append(config)
         self.scheduler.reconfigure(config)
         self._settle()
 
@@ -212,10 +214,14 @@ class World:
         )
         batch = {r.num for r in self.scheduler.lanes[name].decode_batch}
         chunks = [n for req, n in listed.items() if req not in batch or n > 1]
-        assert step.num_decodes <= self.config.max_num_seqs
-        assert len(chunks) + len(step.new_reqs) <= self.config.max_num_seqs
-        num_tokens = step.num_decodes + sum(r.num_scheduled_tokens for r in step.new_reqs)
-        assert num_tokens <= self.config.max_num_batched_tokens
+        # What runs goes on when the limits are lowered: the highest so far bound it.
+        max_num_seqs = max(config.max_num_seqs for config in self.configs)
+        max_num_tokens = max(config.max_num_batched_tokens for config in self.configs)
+        assert step.num_decodes <= max_num_seqs
+        assert len(self.scheduler.lanes[name].running) <= max_num_seqs
+        num_tokens = step.num_decodes + sum(chunks)
+        num_tokens += sum(r.num_scheduled_tokens for r in step.new_reqs)
+        assert num_tokens <= max_num_tokens
         gone = {*step.finished_reqs, *step.preempted_reqs}
         assert not gone & listed.keys(), "a request that was preempted is still in the plan"
 

@@ -42,7 +42,7 @@ async def test_a_submitted_request_is_in_the_queue_under_its_number(bus: Bus):
     assert entry.fields["id"] == request.req_id.encode()
     assert codec.decode(entry.body) == request
     known = await bus.request(request.req_id)
-    assert known == {"entry": entry.entry_id, "status": "waiting"}
+    assert known == {"entry": entry.entry_id, "status": "waiting", "tenant": "default"}
 
 
 async def test_a_batch_enters_up_to_the_exact_limit(bus: Bus):

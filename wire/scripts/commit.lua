@@ -5,7 +5,7 @@
 --   {trim    = 1 to drop the log before this entry,
 --    updates = {{req key, {field, value, …}}, …},
 --    tokens  = {{tok key, byte offset, bytes}, …}   from offset 0 on, in place of what was there,
---    ended   = {{req key, tok key, entry id}, …},
+--    ended   = {{req key, entry id}, …},
 --    entries = {entry id, …}      further entries of `requests` that are done with,
 --    outs    = {{out key, body}, …},
 --    stats   = {field, value, …},
@@ -38,6 +38,30 @@ if tonumber(last_n) ~= n - 1 then
 end
 local part = cmsgpack.unpack(ARGV[4])
 
+-- What is known of a request that ended is kept for a while: its hash, its tokens, and the client's
+-- key that led to it. The choices of one answer that a client may come back for are kept together,
+-- until all of them have ended and a while longer.
+local function keep_for_a_while(req_key)
+  local prefix, id = req_key:match('^(.*:)req:(.*)$')
+  local first = redis.pcall('HGET', req_key, 'first')
+  local ids = {id}
+  if type(first) == 'string' then
+    local siblings = redis.pcall('HGET', prefix .. 'req:' .. first, 'siblings')
+    for sibling in (type(siblings) == 'string' and siblings or ''):gmatch('%S+') do
+      local status = redis.pcall('HGET', prefix .. 'req:' .. sibling, 'status')
+      if type(status) == 'string' and status ~= 'finished' then return end
+      ids[#ids + 1] = sibling
+    end
+    id = first
+  end
+  local idem = redis.pcall('HGET', prefix .. 'req:' .. id, 'idem')
+  if type(idem) == 'string' then redis.pcall('PEXPIRE', idem, part.retention) end
+  for _, one in ipairs(ids) do
+    redis.pcall('PEXPIRE', prefix .. 'req:' .. one, part.retention)
+    redis.pcall('PEXPIRE', prefix .. 'tok:' .. one, part.retention)
+  end
+end
+
 if part.trim == 1 then redis.pcall('XTRIM', KEYS[2], 'MINID', id) end
 redis.call('XADD', KEYS[2], id, 'tokens', part.num_tokens, 'body', ARGV[3])
 for _, one in ipairs(part.updates) do redis.pcall('HSET', one[1], unpack(one[2])) end
@@ -46,9 +70,8 @@ for _, one in ipairs(part.tokens) do
   else redis.pcall('SETRANGE', one[1], one[2], one[3]) end
 end
 for _, one in ipairs(part.ended) do
-  redis.pcall('PEXPIRE', one[1], part.retention)
-  redis.pcall('PEXPIRE', one[2], part.retention)
-  redis.pcall('XDEL', KEYS[3], one[3])
+  redis.pcall('XDEL', KEYS[3], one[2])
+  keep_for_a_while(one[1])
 end
 for _, entry in ipairs(part.entries) do redis.pcall('XDEL', KEYS[3], entry) end
 for _, one in ipairs(part.outs) do

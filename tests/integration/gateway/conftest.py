@@ -1,4 +1,4 @@
-"""A tiny model folder, and a gateway that serves it."""
+"""Model folders, and gateways that serve them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.gateway_pool import FACTS
+from tests.fakes.gateway_process import Start, free_port, starting
 from tests.fakes.gateway_world import TOKENIZER, World, make_world
 from tests.fakes.tokenizers import write_model_folder
 from wire.config import Settings
@@ -17,6 +19,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("model") / "tiny", TOKENIZER)
 
 
+@pytest.fixture(scope="session")
+def oracle_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What gateways read where the worker is an oracle."""
+    folder = tmp_path_factory.mktemp("model") / "oracle"
+    return write_model_folder(folder, TOKENIZER, config=FACTS)
+
+
 @pytest.fixture
 async def world(make_settings: Callable[..., Settings], model_folder: Path) -> AsyncIterator[World]:
     settings = make_settings(
@@ -24,3 +33,15 @@ async def world(make_settings: Callable[..., Settings], model_folder: Path) -> A
     )
     async with make_world(settings, keep_alive_s=0.05) as made:
         yield made
+
+
+@pytest.fixture
+def port() -> int:
+    return free_port()
+
+
+@pytest.fixture
+async def start(redis_url: str, model_folder: Path) -> AsyncIterator[Start]:
+    """Start gateways as processes."""
+    async with starting(redis_url=redis_url, model=model_folder) as begin:
+        yield begin

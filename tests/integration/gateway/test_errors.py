@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.app_keys import ENGINE
 from tests.fakes.gateway_world import (
     World,
     ids_of,
@@ -17,7 +18,6 @@ from tests.fakes.gateway_world import (
 )
 from tests.fakes.scripted_engine import Script, saying
 from wire.config import Settings
-from wire.messages import EngineCoreOutputs, token_ids
 
 pytestmark = pytest.mark.redis
 
@@ -58,19 +58,6 @@ async def test_an_error_of_one_choice_ends_the_others(world: World) -> None:
     assert [abort.req_id for abort in world.engine.aborts] == odd
 
 
-async def test_a_missing_token_ends_a_request_with_an_error(world: World) -> None:
-    world.engine.script = saying(ids_of("hello"), finish_reason=None)
-    answer = asyncio.ensure_future(world.complete("x", max_tokens=50))
-    await world.engine.wait_for(lambda: world.engine.num_running == 1)
-    [request] = world.engine.requests
-    gap = EngineCoreOutputs(token_ids([request.handle]), token_ids([20]), token_ids([5]))
-    await world.engine.send(request.gateway, gap)
-    status, body = await answer
-    assert status == 500
-    assert "lost" in body["error"]["message"]
-    await world.engine.wait_for(lambda: bool(world.engine.aborts))
-
-
 async def test_a_full_queue_is_a_429_and_queues_nothing(world: World) -> None:
     engine = world.engine
     engine.be_silent()
@@ -89,6 +76,21 @@ async def test_a_full_queue_is_a_429_and_queues_nothing(world: World) -> None:
     assert len(engine.requests) == 8
     assert (await world.complete("x"))[0] == 200
     assert not engine.aborts  # what was never queued needs none
+
+
+async def test_a_full_queue_says_when_to_come_again(world: World) -> None:
+    engine, rate = world.engine, world.app[ENGINE]._rate
+    await world.complete("x", max_tokens=4)  # 2 tokens
+    for second in range(3):  # 2 tokens a second
+        stats = {"num_requests_running": "1", "generation_tokens_total": str(2 * second)}
+        rate.note(stats, float(second))
+    engine.be_silent()
+    waiting = [asyncio.ensure_future(world.complete("x")) for _ in range(8)]
+    await engine.wait_for(lambda: engine.num_running == 8)
+    async with world.http.post(world.url + "/v1/completions", json={"prompt": "x"}) as response:
+        assert (response.status, response.headers["Retry-After"]) == (429, "8")
+    engine.talk()
+    await asyncio.gather(*waiting)
 
 
 async def test_siblings_are_queued_together_or_not_at_all(world: World) -> None:

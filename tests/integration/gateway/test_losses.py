@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from gateway import engine_client
+from gateway import patience
 from gateway.app import create_app
 from gateway.app_keys import BACKGROUND, READINESS
 from tests.fakes.gateway_world import (
@@ -102,7 +102,7 @@ async def test_a_redis_that_stays_away_is_a_503(
     durable: tuple[RedisServer, World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, world = durable
-    monkeypatch.setattr(engine_client, "SUBMIT_PATIENCE_S", 0.2)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
     await asyncio.to_thread(server.stop)
     async with world.http.post(world.url + "/v1/completions", json={"prompt": "x"}) as response:
         assert response.status == 503

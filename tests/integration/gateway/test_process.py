@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import aiohttp
 import psutil
 import pytest
 
+from tests.fakes.gateway_process import START_S
 from tests.fakes.gateway_world import PATIENCE_S, TOKENIZER, ids_of, parse_events
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.fakes.tokenizers import large_tokenizer, write_model_folder
@@ -21,66 +21,6 @@ from wire.bus import Bus
 from wire.model_store import folder_hash
 
 pytestmark = pytest.mark.redis
-
-START_S = 60.0
-
-
-class GatewayProcess:
-    """`python -m gateway` with some settings; killed at the end if it still runs."""
-
-    def __init__(self, process: asyncio.subprocess.Process, port: int) -> None:
-        self.process = process
-        self.url = f"http://127.0.0.1:{port}"
-
-    async def wait_status(self, path: str, status: int) -> None:
-        async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
-            while True:
-                try:
-                    async with http.get(self.url + path) as response:
-                        if response.status == status:
-                            return
-                except aiohttp.ClientError:
-                    pass
-                await asyncio.sleep(0.05)
-
-    async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
-        """Ask it to end; its exit code and what it said."""
-        self.process.send_signal(number)
-        return await self.ended()
-
-    async def ended(self) -> tuple[int, str]:
-        async with asyncio.timeout(START_S):
-            _, said = await self.process.communicate()
-        assert self.process.returncode is not None
-        return self.process.returncode, said.decode()
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        number: int = probe.getsockname()[1]
-    return number
-
-
-@pytest.fixture
-async def start(redis_url: str, model_folder: Path) -> AsyncIterator[Callable[..., Any]]:
-    started: list[asyncio.subprocess.Process] = []
-
-    async def begin(port: int, **options: Any) -> GatewayProcess:
-        chosen = {"redis_url": redis_url, "model": model_folder, "port": port, **options}
-        sets = [f"--set={name.upper()}={value}" for name, value in chosen.items()]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "gateway", *sets, stderr=asyncio.subprocess.PIPE
-        )
-        started.append(process)
-        return GatewayProcess(process, port)
-
-    yield begin
-    for process in started:
-        if process.returncode is None:
-            process.kill()
-            await process.communicate()
 
 
 @pytest.fixture

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from gateway.answers import Answer, ChatAnswer, CompletionAnswer
-from gateway.engine_client import SequenceOutput
+from gateway.answers import Answer, answer_for
 from gateway.errors import strict_json
+from gateway.rendering import Rendering, rendering_from
+from gateway.sequences import SequenceOutput
 from wire.messages import StartedRequest
 
 PROMPTS = [[1, 2, 3], [4]]
+FULL = Rendering(
+    "completion",
+    "m",
+    created=1,
+    num_prompt_tokens=[3, 1],
+    n=2,
+    has_usage=True,
+    echoes=["P", "Q"],
+    prompt_token_ids=PROMPTS,
+)
+CHAT = Rendering("chat", "m", created=1, num_prompt_tokens=[1])
+COMPLETION = Rendering("completion", "m", created=1, num_prompt_tokens=[1])
 OUTPUTS = [
     SequenceOutput(0, "he", [7], 1, StartedRequest(1, 2, 5)),
     SequenceOutput(1, "x", [9], 1, StartedRequest(2, 3, 5)),
@@ -26,10 +41,8 @@ USAGE = {
 }
 
 
-def answer() -> CompletionAnswer:
-    return CompletionAnswer(
-        "m", PROMPTS, n=2, echoes=["P", "Q"], has_token_ids=True, has_usage=True
-    )
+def answer() -> Answer:
+    return answer_for("r", FULL)
 
 
 def test_a_body_has_every_choice_in_order() -> None:
@@ -63,7 +76,7 @@ def test_chunks_add_up_to_the_body() -> None:
 
 
 def test_a_chat_says_first_who_speaks() -> None:
-    made = ChatAnswer("m", [[1]], n=2)
+    made = answer_for("r", replace(CHAT, n=2))
     opening = made.opening()
     assert [chunk["choices"][0]["index"] for chunk in opening] == [0, 1]
     assert all(
@@ -74,19 +87,33 @@ def test_a_chat_says_first_who_speaks() -> None:
 
 
 def test_a_completion_opens_with_its_first_text_unless_there_is_something_to_say() -> None:
-    assert CompletionAnswer("m", [[1]]).opening() == []
-    [echo] = CompletionAnswer("m", [[1]], echoes=["P"]).opening()
+    assert not answer_for("r", COMPLETION).has_opening
+    made = answer_for("r", replace(COMPLETION, echoes=["P"]))
+    assert made.has_opening
+    [echo] = made.opening()
     assert echo["choices"][0]["text"] == "P"
 
 
 def test_running_usage_is_in_every_chunk() -> None:
-    made = ChatAnswer("m", [[1]], has_usage=True, has_running_usage=True)
+    made = answer_for("r", replace(CHAT, has_usage=True, has_running_usage=True))
     chunk = made.chunk(SequenceOutput(0, "a", [5, 6], 2))
     assert chunk["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.parametrize("made", [ChatAnswer("m", [[1]]), CompletionAnswer("m", [[1]])])
-def test_every_piece_of_an_answer_has_one_id(made: Answer) -> None:
+@pytest.mark.parametrize("rendering", [CHAT, COMPLETION])
+def test_every_piece_of_an_answer_has_the_id_of_its_request(rendering: Rendering) -> None:
+    made = answer_for("r", rendering)
     ids = {chunk["id"] for chunk in [*made.opening(), made.chunk(OUTPUTS[0]), made.body()]}
-    assert ids == {made.answer_id}
-    assert made.answer_id.startswith(("chatcmpl-", "cmpl-"))
+    assert ids in ({"chatcmpl-r"}, {"cmpl-r"})
+
+
+@pytest.mark.parametrize("rendering", [FULL, CHAT])
+def test_another_gateway_says_the_same(rendering: Rendering) -> None:
+    read = rendering_from(rendering.as_json())
+    assert read is not None
+    outputs = OUTPUTS[: 1 if rendering is CHAT else None]
+    said = []
+    for one in (rendering, read):
+        made = answer_for("r", one)
+        said.append([*made.opening(), *map(made.chunk, outputs), *made.closing(), made.body()])
+    assert said[0] == said[1]

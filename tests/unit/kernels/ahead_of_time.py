@@ -1,7 +1,7 @@
 """Compiles what the launchers launch, for GPUs that are not there, and reads what came out.
 
-Run as a process of its own: `python -m tests.unit.kernels.ahead_of_time ARCH CASE …` prints one
-JSON object. A launcher runs on small tensors of the CPU up to the launch, which is noted instead:
+Run as a process of its own: `python -m tests.unit.kernels.ahead_of_time ARCH` prints one JSON
+object. A launcher runs on small tensors of the CPU up to the launch, which is noted instead:
 so what is compiled has the very arguments, constants and options that a GPU would get. Figures are
 kept beside Triton's own cache, by what they were made from.
 """
@@ -23,12 +23,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from kernels import heuristics
+from tests.unit.kernels.compiled_cases import cases_for
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+_MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304}
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _POINTERS = {
@@ -160,20 +164,18 @@ def _output(tool: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def main(arch: str, wanted: list[str]) -> dict[str, Any]:
-    """Compile all launches of cases for one architecture."""
-    from kernels import heuristics  # noqa: PLC0415 - Triton decides at the import how to run them
-    from tests.unit.kernels.compiled_cases import CASES  # noqa: PLC0415 - likewise
-
+def compile_all(arch: str) -> dict[str, dict[str, int]]:
+    """Figures of every kernel of every case, by "<case> <kernel>"."""
     heuristics.arch = lambda _device: arch
-    results: dict[str, Any] = {}
-    for name in wanted or CASES:
+    heuristics.num_multiprocessors = lambda _device: _MULTIPROCESSORS[arch]
+    results = {}
+    for name, case in cases_for(arch).items():
         with Recorder() as recorder:
-            CASES[name](arch)
+            case(arch)
         for launch in recorder.launches:
             results[f"{name} {launch.kernel.__name__}"] = figures_of(launch, arch)
     return results
 
 
 if __name__ == "__main__":
-    json.dump(main(sys.argv[1], sys.argv[2:]), sys.stdout)
+    json.dump(compile_all(sys.argv[1]), sys.stdout)

@@ -26,6 +26,7 @@ EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "400"))
 
 NORMAL = settings(
     max_examples=EXAMPLES,
+    derandomize=os.environ.get("CI") == "true",  # new programs are tried elsewhere
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
@@ -119,6 +120,12 @@ class Pool(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.world.abort(data.draw(st.sampled_from(self._alive())))
+
+    @precondition(lambda self: any(lane.swapped for lane in self.world.scheduler.lanes.values()))
+    @rule()
+    def abort_one_that_is_swapped(self) -> None:
+        swapped = [r for lane in self.world.scheduler.lanes.values() for r in lane.swapped]
+        self.world.abort(self.world.sequences[swapped[0].num])
 
     @precondition(lambda self: self.world.workers)
     @rule(data=st.data(), times=st.integers(1, 3))

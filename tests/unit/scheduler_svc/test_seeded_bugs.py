@@ -1,4 +1,7 @@
-"""The property test can fail: each of these bugs, put into the core, is caught by it."""
+"""The tests of the core can fail: each of these bugs, put into it, is caught.
+
+Most by the property test; those that change no token, by the test of the promise that they break.
+"""
 
 from __future__ import annotations
 
@@ -10,27 +13,40 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from scheduler_svc.core import kv_cache_manager, scheduler
+from scheduler_svc.core import kv_cache_manager, plan, planner, preemption
+from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.kv_cache_manager import KVCacheManager
 from scheduler_svc.core.lane import Lane
+from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.request import Request, RequestStatus
-from scheduler_svc.core.request_queue import RequestQueue
-from scheduler_svc.core.scheduler import Scheduler
 from tests.unit.scheduler_svc.test_property import NORMAL, Pool
-from wire.messages import NewRequestData
+from wire.messages import BlockCopies, NewRequestData, SchedulerOutput
 
 SEARCH = settings(
-    NORMAL, max_examples=2000, phases=[Phase.generate], derandomize=True, database=None
+    NORMAL,
+    max_examples=2000,
+    phases=[Phase.generate],
+    derandomize=True,
+    database=None,
+    report_multiple_bugs=False,
 )
 
+Allowed = Callable[[Request], bool]
 Patch = Callable[[pytest.MonkeyPatch], None]
-BUGS: dict[str, Patch] = {}
+Check = Callable[[], None]
+BUGS: dict[str, tuple[Patch, Check]] = {}
 
 
-def bug(name: str) -> Callable[[Patch], Patch]:
+def any_program() -> None:
+    """The property test."""
+    run_state_machine_as_test(Pool, settings=SEARCH)
+
+
+def bug(name: str, caught_by: Check = any_program) -> Callable[[Patch], Patch]:
     def register(patch: Patch) -> Patch:
-        BUGS[name] = patch
+        BUGS[name] = (patch, caught_by)
         return patch
 
     return register
@@ -38,8 +54,8 @@ def bug(name: str) -> Callable[[Patch], Patch]:
 
 @bug("a block's name does not depend on what comes before it")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def content(parent: bytes, token_ids: array[int]) -> bytes:
-        return hashlib.sha256(token_ids.tobytes()).digest()
+    def content(parent: bytes, tokens: bytes) -> bytes:
+        return hashlib.sha256(tokens).digest()
 
     patch.setattr(kv_cache_manager, "block_hash", content)
 
@@ -47,13 +63,11 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bug("a fully cached prompt leaves no token to run")
 def _(patch: pytest.MonkeyPatch) -> None:
     def get_computed_blocks(self: KVCacheManager, request: Request) -> list[int]:
-        self._extend_hashes(request, request.num_tokens // self.block_size)
-        hits = []
-        for content in request.block_hashes[: request.num_tokens // self.block_size]:
-            if (block := self.pool.find(content)) is None:
-                break
-            hits.append(block)
-        return hits
+        if not self._caching:
+            return []
+        limit = request.num_tokens // self.block_size
+        self._extend_hashes(request, limit)
+        return self.pool.find_prefix(request.block_hashes, limit)
 
     patch.setattr(KVCacheManager, "get_computed_blocks", get_computed_blocks)
 
@@ -78,7 +92,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         self: KVCacheManager, request: Request, num_tokens: int, hits: list[int] | None = None
     ) -> list[int] | None:
         hits = hits or []
-        needed = self._blocks_for(num_tokens) - len(request.block_ids) - len(hits)
+        needed = self.blocks_for(num_tokens) - len(request.block_ids) - len(hits)
         if needed > self.pool.num_free:
             return None
         taken = self.pool.take(needed)
@@ -113,12 +127,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a preempted request resumes while a token of it is still on its way")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_is_ready", lambda self, request: True)
+    patch.setattr(Admission, "_is_ready", lambda self, request: True)
 
 
 @bug("a preempted request comes back without its output")
 def _(patch: pytest.MonkeyPatch) -> None:
-    original = scheduler._new_request_data
+    original = plan._new_request_data
 
     def forgetful(request: Request, num_scheduled_tokens: int) -> NewRequestData:
         data = original(request, num_scheduled_tokens)
@@ -132,7 +146,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
             data.sampling,
         )
 
-    patch.setattr(scheduler, "_new_request_data", forgetful)
+    patch.setattr(plan, "_new_request_data", forgetful)
 
 
 @bug("a request that decodes gets its next block one step late")
@@ -194,19 +208,101 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("the most urgent request yields first")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestQueue, "last", lambda self: self._requests[0])
+    def choose(lane: Lane, config: SchedulerConfig, is_allowed: Allowed) -> Request | None:
+        return next((request for request in lane.running if is_allowed(request)), None)
+
+    patch.setattr(preemption, "choose_victim", choose)
 
 
 @bug("decoding requests do not count against the budget")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def budget(self: Scheduler, lane: Lane, plan: scheduler._Plan) -> int:
-        return self.config.max_num_batched_tokens - plan.num_listed_tokens
+    def budget(self: Plan) -> int:
+        return self.state.config.max_num_batched_tokens - self.num_listed_tokens
 
-    patch.setattr(Scheduler, "_budget", budget)
+    patch.setattr(Plan, "budget", property(budget))
+
+
+# ---------------------------------------------------------------- swap
+
+
+@bug("blocks are copied out one step late, when others may have written to them")
+def _(patch: pytest.MonkeyPatch) -> None:
+    dispatch, late = Plan.dispatch, dict[str, list[BlockCopies]]()
+
+    def delayed(self: Plan) -> SchedulerOutput:
+        out = [copies for copies in self.copies if copies.direction == "out"]
+        rest = [copies for copies in self.copies if copies.direction == "in"]
+        self.copies = late.get(self.lane.worker, []) + rest
+        late[self.lane.worker] = out
+        return dispatch(self)
+
+    patch.setattr(Plan, "dispatch", delayed)
+
+
+@bug("a CPU block is freed twice")
+def _(patch: pytest.MonkeyPatch) -> None:
+    swap_in = preemption.swap_in
+
+    def careless(request: Request, lane: Lane, num_tokens: int) -> BlockCopies | None:
+        held = list(request.cpu_block_ids)
+        copies = swap_in(request, lane, num_tokens)
+        if copies is not None:
+            lane.cpu_pool.release(held)
+        return copies
+
+    patch.setattr(planner.preemption, "swap_in", careless)
+
+
+@bug("copies go in the wrong direction")
+def _(patch: pytest.MonkeyPatch) -> None:
+    swap_out = preemption.swap_out
+
+    def backwards(request: Request, lane: Lane) -> BlockCopies:
+        copies = swap_out(request, lane)
+        return BlockCopies("in", copies.device_blocks, copies.cpu_blocks)
+
+    patch.setattr(preemption, "swap_out", backwards)
+
+
+@bug("a swapped request resumes with one computed token too many")
+def _(patch: pytest.MonkeyPatch) -> None:
+    swap_out = preemption.swap_out
+
+    def optimistic(request: Request, lane: Lane) -> BlockCopies:
+        copies = swap_out(request, lane)
+        request.num_computed_tokens = min(request.num_computed_tokens + 1, request.num_tokens - 1)
+        return copies
+
+    patch.setattr(preemption, "swap_out", optimistic)
+
+
+@bug("a request that ends while it is swapped keeps its CPU blocks")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: Lane, request: Request) -> None:
+        self.swapped.remove(request)
+        request.cpu_block_ids.clear()
+
+    patch.setattr(Lane, "drop_copies", drop)
+
+
+@bug("a block that the prefix cache still holds is copied from the wrong CPU block")
+def _(patch: pytest.MonkeyPatch) -> None:
+    swap_in = preemption.swap_in
+
+    def shifted(request: Request, lane: Lane, num_tokens: int) -> BlockCopies | None:
+        held = list(request.cpu_block_ids)
+        copies = swap_in(request, lane, num_tokens)
+        if copies is None:
+            return None
+        return BlockCopies("in", copies.device_blocks, held[: len(copies.cpu_blocks)])
+
+    patch.setattr(preemption, "swap_in", shifted)
 
 
 @pytest.mark.parametrize("name", BUGS)
 def test_a_seeded_bug_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    BUGS[name](monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017 - whichever check meets it first
-        run_state_machine_as_test(Pool, settings=SEARCH)
+    patch, check = BUGS[name]
+    patch(monkeypatch)
+    with pytest.raises(Exception) as caught:
+        check()
+    assert not isinstance(caught.value, AttributeError | NameError | TypeError), "the bug is broken"

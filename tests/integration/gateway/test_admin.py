@@ -1,0 +1,87 @@
+"""How an administrator changes what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp.test_utils import make_mocked_request
+
+from gateway import admin
+from gateway.errors import ApiError
+from gateway.tenants import check_admin
+from tests.fakes.gateway_pool import Pool, gateways, make_pool
+from wire.config import Settings
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture
+def settings(make_settings: Callable[..., Settings], oracle_folder: Path) -> Settings:
+    return make_settings(model=str(oracle_folder))
+
+
+async def patch(pool: Pool, body: Any) -> tuple[int, Any]:
+    async with pool.http.patch(pool.urls[0] + "/admin/config", json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_settings_change_together_or_not_at_all(settings: Settings) -> None:
+    async with make_pool(settings) as pool:
+        assert await pool.get("/admin/config") == (200, {"version": 0, "settings": {}})
+        changed = {"MAX_NUM_SEQS": "100", "SCHEDULING_POLICY": "priority"}
+        asked = {"max_num_seqs": 100, "SCHEDULING_POLICY": "priority"}
+        assert await patch(pool, asked) == (200, {"version": 1, "settings": changed})
+        bad: dict[str, Any] = {"WATERMARK": 1.5, "BLOCK_SIZE": 32, "NO_SUCH": 1}
+        for name, value in bad.items():
+            status, body = await patch(pool, {name: value, "MAX_NUM_SEQS": 50})
+            assert status == 400
+            assert name in body["error"]["message"]
+        assert await pool.get("/admin/config", at=1) == (200, {"version": 1, "settings": changed})
+        status, body = await patch(pool, {"RESERVE_FULL_PROMPT": False})
+        assert (status, body["settings"]["RESERVE_FULL_PROMPT"]) == (200, "false")
+
+
+@pytest.mark.parametrize("body", [[], {}, "x", {"MAX_NUM_SEQS": None}, {"MAX_NUM_SEQS": [1]}])
+async def test_what_is_no_settings_is_refused(settings: Settings, body: Any) -> None:
+    async with gateways(settings) as pool:
+        assert (await patch(pool, body))[0] == 400
+
+
+async def test_without_a_scheduler_there_is_no_answer(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admin, "PATIENCE_S", 0.2)
+    async with gateways(settings) as pool:
+        status, body = await patch(pool, {"MAX_NUM_SEQS": 10})
+        assert (status, body["error"]["code"]) == (503, "unavailable")
+
+
+async def test_a_gateway_that_drains_takes_nothing_new(settings: Settings) -> None:
+    body = {"prompt": [1, 2], "max_tokens": 2}
+    async with make_pool(settings) as pool:
+        async with pool.http.post(pool.urls[0] + "/admin/drain") as response:
+            assert await response.json() == {"state": "draining", "num_open": 0}
+        assert (await pool.post(body))[0] == 503
+        assert (await pool.post(body, at=1))[0] == 200
+
+
+def test_only_who_sits_at_the_machine_administers_it() -> None:
+    here = make_mocked_request("GET", "/", transport=_Transport("127.0.0.1"))
+    check_admin(here)
+    for elsewhere in ("192.0.2.1", "::ffff:192.0.2.1", ""):
+        with pytest.raises(ApiError) as refused:
+            check_admin(make_mocked_request("GET", "/", transport=_Transport(elsewhere)))
+        assert refused.value.status == 403
+
+
+class _Transport:
+    """A connection from some address."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return (self._address, 1) if name == "peername" else default

@@ -1,0 +1,310 @@
+"""What Redis may forget, and what a leader may have in hand when somebody is lost: single faults.
+
+Each of these was found by a storm (tests/chaos), or by thinking about one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from scheduler_svc import recovery, roster
+from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.mirror import Mirror
+from scheduler_svc.service import Leader, serve
+from tests.fakes.oracle_worker import VOCAB, OracleWorker
+from tests.fakes.paged_oracle import generate
+from tests.fakes.redis_server import RedisServer
+from tests.fakes.stream_client import Stream, StreamClient
+from wire.bus import Bus, BusDownError, Commit
+from wire.config import Settings, load
+from wire.keys import Keys, entry_id
+from wire.messages import (
+    CommittedTokens,
+    EngineCoreRequest,
+    SamplingParams,
+    SchedulerOutput,
+    request_numbers,
+    token_ids,
+)
+
+pytestmark = pytest.mark.redis
+
+PATIENCE_S = 30
+REQ = 1_800_000_000_000 << 21
+
+
+@asynccontextmanager
+async def scheduler(settings: Settings) -> AsyncIterator[None]:
+    """Run the service while the block lasts."""
+    stopping = asyncio.Event()
+    task = asyncio.ensure_future(serve(settings, stopping))
+    try:
+        yield
+    finally:
+        stopping.set()
+        await asyncio.wait([task])
+        task.result()
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait for something that announces itself in Redis only."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+def want(stream: Stream) -> list[int]:
+    return generate(stream.prompt, stream.sampling, VOCAB)
+
+
+def request(req_id: str = "r", *, output: list[int] | None = None) -> EngineCoreRequest:
+    sampling = SamplingParams(max_tokens=8)
+    return EngineCoreRequest(
+        req_id, "g.1", 1, token_ids([5]), sampling, output_token_ids=token_ids(output or [])
+    )
+
+
+# ---------------------------------------------------------------- what Redis forgets
+
+
+async def test_a_step_that_redis_forgot_in_a_restart_is_not_waited_for(redis_kind: str) -> None:
+    """What was written after the last commit may be gone with the crash."""
+    server = RedisServer(redis_kind, aof=True)
+    settings = load(redis_url=server.url, worker_timeout_s=20)
+    try:
+        async with (
+            scheduler(settings),
+            OracleWorker(settings).running() as worker,
+            StreamClient(settings).running() as client,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            stream = await client.submit([1, 2, 3], 200)
+            await stream.has_tokens(20)
+            worker.may_run.clear()  # from here on steps are read and not answered
+            key = client.bus.keys.steps(worker.process)
+
+            async def is_waiting() -> bool:
+                (last,) = await client.bus.newest(key, 1)
+                return int(last.entry_id.split("-")[1]) > worker.num_steps
+
+            await until(is_waiting)
+            (last,) = await client.bus.newest(key, 1)
+            await client.bus.write([("XDEL", key, last.entry_id)])
+            server.restart()
+            worker.may_run.set()
+            await stream.finished()
+            assert stream.tokens == want(stream)
+    finally:
+        server.close()
+
+
+async def test_the_clients_prefix_wins_over_a_longer_record(bus: Bus, settings: Settings) -> None:
+    """A rolled-back Redis may hold other tokens than the client got: its own go on."""
+    epoch, _ = await bus.lead("me", 60)
+    await bus.resubmit(request(output=[1, 2]))
+    await bus.write([("SET", bus.keys.tokens("r"), token_ids([1, 9, 9, 9]).tobytes())])
+    (one,) = (await recovery.recover(bus)).in_flight
+    assert (one.request.output_token_ids.tolist(), one.num_saved) == ([1, 2], 0)
+    saved = token_ids([1, 2, 3]).tobytes()
+    tokens = CommittedTokens(request_numbers([one.req]), token_ids([3]), is_checkpoint=True)
+    await bus.commit(epoch, 1, Commit(tokens, checkpoints=[("r", 0, saved)]), 60)
+    assert await bus.tokens(["r"]) == [saved]
+
+
+async def test_a_record_that_was_lost_is_written_anew(redis_server: RedisServer) -> None:
+    settings = load(redis_url=redis_server.url)
+    async with (
+        scheduler(settings),
+        OracleWorker(settings).running(),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        stream = await client.submit([1, 2, 3], 200)
+        await stream.has_tokens(20)
+        redis_server.restart()  # without AOF: everything is gone
+        await stream.finished()
+        assert (await client.bus.request(stream.req_id))["entry"]
+
+
+# ---------------------------------------------------------------- what the dead leave behind
+
+
+async def test_streams_of_a_worker_that_died_while_nobody_led_fade(
+    settings: Settings, bus: Bus
+) -> None:
+    keys = [bus.keys.steps("w.dead"), bus.keys.results("w.dead")]
+    for key in keys:
+        await bus.write([("XADD", key, "1-1", "body", "")])
+    async with scheduler(settings), OracleWorker(settings, "w").running() as worker:
+
+        async def is_fading() -> bool:
+            return all([await ttl(bus, key) > 0 for key in keys])
+
+        await until(is_fading)
+        assert await ttl(bus, bus.keys.steps(worker.process)) < 0
+
+
+async def test_what_a_deposed_leader_still_shows_does_not_stay(
+    make_settings: Callable[..., Settings], bus: Bus
+) -> None:
+    """A roll-back of Redis may give the lease away while its holder does not know yet."""
+    settings = make_settings(leader_lease_s=4)
+    async with scheduler(settings), OracleWorker(settings, "w").running():
+
+        async def leads() -> bool:
+            return bool(await bus.stats())
+
+        async with StreamClient(settings).running():
+            await until(leads)
+        await bus.write([("ZADD", bus.keys.running("w"), 1, "stale")])
+
+        async def is_gone() -> bool:
+            return (await bus.queue_lengths(["w"]))["running:w"] == 0
+
+        await until(is_gone)
+
+
+async def test_streams_of_an_incarnation_that_failed_fade(
+    make_settings: Callable[..., Settings], bus: Bus
+) -> None:
+    settings = make_settings(worker_timeout_s=PATIENCE_S)
+    async with (
+        scheduler(settings),
+        OracleWorker(settings).running() as worker,
+        StreamClient(settings).running() as client,
+    ):
+        stream = await client.submit([1, 2, 3], 500)
+        await stream.has_tokens(1)
+        worker.silence()  # as an incarnation that is over
+        worker.fail_next = "out of memory"
+        key = bus.keys.steps(worker.process)
+
+        async def is_fading() -> bool:
+            return await ttl(bus, key) > 0
+
+        await until(is_fading)
+        await client.abort(stream)
+
+
+async def ttl(bus: Bus, key: str) -> int:
+    return int(await bus._connection.command("TTL", key))  # a test may look behind the door
+
+
+async def test_a_worker_that_leaves_in_order_is_nobodys_fault(
+    make_settings: Callable[..., Settings], bus: Bus
+) -> None:
+    settings = make_settings(max_worker_losses=2)
+    async with (
+        scheduler(settings),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        stream = await client.submit([1, 2, 3], 20)
+        for _ in range(4):
+            async with OracleWorker(settings, "w").running() as worker:
+                worker.may_run.clear()  # so that it gets no further
+
+                async def runs_here(process: str = worker.process) -> bool:
+                    return (await bus.queue_lengths(["w"]))["running:w"] == 1
+
+                await until(runs_here)
+                await worker.leave(bus)
+                worker.silence()
+
+                async def is_gone() -> bool:
+                    return (await bus.queue_lengths(["w"]))["running:w"] == 0
+
+                await until(is_gone)
+        async with OracleWorker(settings, "w").running():
+            end = await stream.finished()
+        assert end.finish_reason == "length"
+        assert stream.tokens == want(stream)
+
+
+# ---------------------------------------------------------------- inside a leader
+
+
+async def test_a_cursor_that_is_taken_off_during_a_read_stays_off(bus: Bus) -> None:
+    key = bus.keys.steps("w.1")
+    reader = bus.reader({key: "0-0"})
+    reading = asyncio.ensure_future(reader.read(5000))
+    await asyncio.sleep(0)
+    del reader.cursors[key]
+    while not reading.done():
+        await bus.write([("XADD", key, "*", "body", "")])
+    assert await reading
+    assert reader.cursors == {}
+    await reader.close()
+
+
+async def test_a_worker_may_be_lost_while_another_gets_its_step(
+    bus: Bus, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leader = Leader(bus, settings, "me", 1, 0)
+    core = leader._scheduler
+    for process in ("a.1", "b.1"):
+        core.add_worker(process, WorkerCapacity(num_blocks=8, block_size=16, max_model_len=64))
+        core.add_request(REQ + len(core.requests), request(process), 0.0)
+
+    async def publish(process: str, step: SchedulerOutput) -> None:
+        for other in [one for one in core.lanes if one != process]:
+            core.remove_worker(other)
+
+    monkeypatch.setattr(leader, "_publish", publish)
+    await leader._dispatch()
+    assert len(core.lanes) == 1
+    await leader.close()
+
+
+async def test_a_leader_that_did_not_look_for_a_while_blames_nobody(
+    bus: Bus, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was frozen, or Redis was: only what stays silent after that is lost."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(roster, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    leader = Leader(bus, settings, "me", 1, 0)
+    capacity = {"num_blocks": 8, "block_size": 16, "max_model_len": 64}
+    await bus.beat("worker", "w", "1", {"state": "ready", "beats": 1, **capacity}, 60)
+    workers = []
+    for seconds in (0.0, 30.0, 0.6, 0.6, 0.6):
+        clock.now += seconds
+        await leader._roster.look()
+        workers.append(len(leader._scheduler.lanes))
+    assert workers == [1, 1, 1, 1, 0]
+    await leader.close()
+
+
+class UnreliableBus:
+    """Loses the first write."""
+
+    def __init__(self) -> None:
+        self.keys = Keys("p")
+        self.commands: list[tuple[Any, ...]] = []
+        self.is_down = True
+
+    async def write(self, commands: list[tuple[Any, ...]]) -> None:
+        if self.is_down:
+            raise BusDownError("away")
+        self.commands += commands
+
+
+async def test_a_mirror_that_could_not_be_written_is_written_anew() -> None:
+    bus = UnreliableBus()
+    mirror = Mirror(cast("Bus", bus))
+    core = Scheduler(SchedulerConfig())
+    core.add_request(REQ, request("r"), 0.0)
+    with pytest.raises(BusDownError):
+        await mirror.write(core, {})
+    bus.is_down = False
+    await mirror.write(core, {})
+    names = [command[0] for command in bus.commands]
+    assert names == ["DEL", "ZADD"]
+    assert bus.commands[1][-1] == "r"
+    assert entry_id(REQ)

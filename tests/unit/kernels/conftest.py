@@ -1,0 +1,33 @@
+"""Kernels run in Triton's interpreter here, on memory that holds NaN until it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes import triton_interpreter
+
+triton_interpreter.install()  # before the test modules import kernels
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """What `torch.empty` gives out is NaN, so that reading what nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _silent_arithmetic() -> Iterator[None]:
+    """A GPU does not warn of -inf and NaN either."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
