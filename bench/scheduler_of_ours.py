@@ -58,7 +58,7 @@ class OurEngine:
         tokens.update(zip(cached.reqs, cached.num_scheduled_tokens, strict=True))
         tokens.update((new.req, new.num_scheduled_tokens) for new in step.new_reqs)
         started = {new.req: new.num_computed_tokens for new in step.new_reqs}
-        return Decision(tokens, started, list(step.preempted_reqs))
+        return Decision(tokens, started, sorted(step.preempted_reqs))
 
     def answer(self, step: SchedulerOutput, tokens: Callable[[int], int]) -> ModelRunnerOutput:
         sampling = self.scheduler.lanes[WORKER].in_flight[-1].sampling

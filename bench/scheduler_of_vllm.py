@@ -1,6 +1,6 @@
 """vLLM's own scheduler as an `Engine` of the traces. Runs in vLLM's virtual environment.
 
-`python -m bench.scheduler_of_vllm cost|decisions DEPTH REPEATS TRACE…` prints one line of JSON a
+`python -m bench.scheduler_of_vllm cost|decisions DEPTH TRACE…` prints one line of JSON a
 trace. With one step in flight it is `Scheduler`, with two its subclass for that, `AsyncScheduler`.
 """
 
@@ -104,7 +104,7 @@ class VllmEngine:
         return step if step.total_num_scheduled_tokens else None
 
     def decision(self, step: SchedulerOutput) -> Decision:
-        preempted = [int(name) for name in step.preempted_req_ids or ()]
+        preempted = sorted(int(name) for name in step.preempted_req_ids or ())
         self._num_preemptions += len(preempted)
         started = {int(new.req_id): new.num_computed_tokens for new in step.scheduled_new_reqs}
         cached = step.scheduled_cached_reqs
@@ -155,7 +155,7 @@ def _config(folder: Path, depth: int, trace: Trace) -> VllmConfig:
     return VllmConfig(scheduler_config=scheduler, model_config=model, cache_config=cache)
 
 
-def main(what: str, depth: str, repeats: str, *names: str) -> None:
+def main(what: str, depth: str, *names: str) -> None:
     """Print what was asked for, a line of JSON a trace."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(TINY_MODEL))
@@ -163,7 +163,7 @@ def main(what: str, depth: str, repeats: str, *names: str) -> None:
             trace = trace_of(name)
             new_engine: Callable[[], Any] = partial(VllmEngine, Path(folder), int(depth), trace)
             if what == "cost":
-                said: Any = asdict(measure(new_engine, trace, int(depth), int(repeats)))
+                said: Any = asdict(measure(new_engine, trace, int(depth), 1))
             else:
                 said = [asdict(one) for one in decisions(new_engine(), trace, int(depth))]
             print(json.dumps({"trace": name, what: said}), flush=True)

@@ -12,7 +12,7 @@ import time
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 BLOCK_SIZE = 16
@@ -65,6 +65,31 @@ class Decision:
     tokens: dict[int, int] = field(default_factory=dict)  # request -> tokens of it in this step
     started: dict[int, int] = field(default_factory=dict)  # new or resumed -> tokens found cached
     preempted: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Decision:
+        """Read one that went through JSON, where keys are strings."""
+        tokens = {int(num): n for num, n in fields["tokens"].items()}
+        started = {int(num): n for num, n in fields["started"].items()}
+        return cls(tokens, started, fields["preempted"])
+
+    def differences(self, theirs: Decision) -> list[str]:
+        """A line for each request that the two treat differently."""
+        lines = [
+            f"request {num}: ours {self.tokens.get(num, 0)} tokens, "
+            f"theirs {theirs.tokens.get(num, 0)}"
+            for num in sorted(self.tokens.keys() | theirs.tokens.keys())
+            if self.tokens.get(num) != theirs.tokens.get(num)
+        ]
+        lines += [
+            f"request {num}: ours finds {self.started[num]} tokens cached, "
+            f"theirs {theirs.started[num]}"
+            for num in sorted(self.started.keys() & theirs.started.keys())
+            if self.started[num] != theirs.started[num]
+        ]
+        if self.preempted != theirs.preempted:
+            lines.append(f"preempted: ours {self.preempted}, theirs {theirs.preempted}")
+        return lines
 
 
 class Engine(Protocol):
@@ -240,6 +265,15 @@ def memory_pressure() -> Trace:
     return Trace("memory pressure", arrivals, 256, 2_500, first_step=500, num_steps=600)
 
 
+def burst_with_one_prefix() -> Trace:
+    """Forty requests at once whose first 6,000 tokens are the same: three steps' worth."""
+    draw = random.Random(4)
+    prefix = array("I", (draw.randrange(2, 30_000) for _ in range(6000)))
+    tails = [_arrival(draw, 0, num, draw.randint(8, 64), 512, 32) for num in range(1, 41)]
+    arrivals = [Arrival(0, one.num, prefix + one.prompt, 512, 32) for one in tails]
+    return Trace("burst with one prefix", arrivals, 256, 12_000, num_steps=100)
+
+
 def _arrival(  # noqa: PLR0917 - a row of a table
     draw: random.Random, step: int, num: int, prompt: int, max_tokens: int, answer: int
 ) -> Arrival:
@@ -257,9 +291,20 @@ def _poisson(draw: random.Random, mean: float) -> int:
 
 
 def trace_of(name: str) -> Trace:
-    """Make a trace by its short name: `steady-256`, `mixed`, `prefixes` or `pressure`."""
+    """Make a trace by its short name, such as `steady-256`, `mixed` or `mixed-whole`.
+
+    `whole`: a prompt may take all that is left of a step's budget.
+    """
     if name.startswith("steady-"):
         return steady_decode(int(name.removeprefix("steady-")))
-    return {"mixed": mixed_arrivals, "prefixes": shared_prefixes, "pressure": memory_pressure}[
-        name
-    ]()
+    traces = {
+        "mixed": mixed_arrivals,
+        "prefixes": shared_prefixes,
+        "pressure": memory_pressure,
+        "burst": burst_with_one_prefix,
+    }
+    base = traces[name.removesuffix("-whole")]()
+    if name.endswith("-whole"):
+        name = f"{base.name}, whole"
+        return replace(base, name=name, long_prefill_token_threshold=base.max_num_batched_tokens)
+    return base

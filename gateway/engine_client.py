@@ -104,21 +104,20 @@ class EngineClient:
     async def follow(
         self, record: AnswerRecord, reading: Reading
     ) -> AsyncGenerator[list[SequenceOutput], None]:
-        """Yield all outputs of sequences that were queued before, here or elsewhere, as above."""
+        """Yield all outputs of sequences that were queued before, here or elsewhere, as above.
+
+        Whatever goes wrong ends nothing but this: others may follow them.
+        """
         collector = Collector()
         sequences = self._sequences(collector, record, reading)
         for one in [sequence.followed for sequence in sequences]:
             if len(one.readers) == 1:
                 self._router.lose(one)
-        is_over = False
         try:
             while any(sequence.has_more for sequence in sequences):
                 yield await self._next(collector, sequences, reading.idle_s)
-        except ApiError:
-            is_over = True
-            raise
         finally:
-            self._leave(collector, sequences, is_over=is_over)
+            self._leave(collector, sequences)
 
     async def run(self) -> NoReturn:
         """Publish farewells and recover what was lost, until cancelled.
@@ -227,7 +226,7 @@ class EngineClient:
     # ------------------------------------------------------------ leaving
 
     def _leave(
-        self, collector: Collector, sequences: Iterable[ReadSequence], *, is_over: bool
+        self, collector: Collector, sequences: Iterable[ReadSequence], *, is_over: bool = False
     ) -> None:
         """Let go of sequences; what has not ended is aborted if the answer is over."""
         for sequence in sequences:
@@ -250,8 +249,10 @@ class EngineClient:
         match farewell:
             case AbortRequest():
                 await retrying(partial(self._bus.abort, farewell))
-            case ResumeRequest():
+            case ResumeRequest() if not self._router.follows(farewell.req_id):
                 await retrying(partial(self._bus.resume, farewell))
+            case _:  # somebody has come back meanwhile
+                pass
 
 
 class _NotQueuedError(Exception):

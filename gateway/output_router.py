@@ -132,6 +132,10 @@ class OutputRouter:
             slot.started = one.started
         return one
 
+    def follows(self, req_id: str) -> bool:
+        """Whether a client here waits for a sequence."""
+        return req_id in self._by_req_id
+
     def leave(self, one: Followed, collector: Collector) -> bool:
         """Let a client wait no longer; True if nobody here does any more."""
         one.readers = [reader for reader in one.readers if reader[0] is not collector]

@@ -17,7 +17,7 @@ from typing import NoReturn, cast
 import structlog
 
 from gateway.output_router import Followed, OutputRouter
-from wire.bus import Bus, retrying
+from wire.bus import Bus, BusError, retrying
 from wire.messages import (
     ErrorCode,
     FinishedRequest,
@@ -45,9 +45,14 @@ class Recovery:
     async def run(self) -> NoReturn:
         """Recover one sequence after the other until cancelled; Redis may go and come back."""
         while True:
-            await self.recover(await self._router.next_lost())
+            one = await self._router.next_lost()
+            try:
+                await self._recover(one)
+            except (BusError, ValueError) as error:  # what stands in Redis is none of ours
+                log.error("recovery_failed", req_id=one.req_id, error=str(error))
+                self._router.fail(one, "what is known of the request cannot be read")
 
-    async def recover(self, one: Followed) -> None:
+    async def _recover(self, one: Followed) -> None:
         """Find out where a sequence stands, and ask for the rest of it."""
         known = await retrying(partial(self._bus.request, one.req_id))
         if known.get("status") == "finished" and await self._take_the_end(one, known):

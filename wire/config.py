@@ -101,6 +101,11 @@ class Settings(BaseSettings):
     )
     log_format: Literal["console", "json"] = Field("console", description="Form of the log lines.")
     log_prompts: bool = Field(False, description="Allow prompts and answers in the log.")
+    record_file: Path | None = Field(
+        None,
+        description="Where the scheduler writes all it hears and decides, for "
+        "`python -m scheduler_svc.replay`; the epoch is appended to the name. Prompts are in it.",
+    )
 
     # -- memory of the worker
     block_size: Literal[16, 32, 64, 128] = Field(16, description="Tokens in a KV-cache block.")

@@ -54,12 +54,20 @@ class Plan:
 
     # ------------------------------------------------------------ changes
 
+    def num_planned_tokens(self, request: Request) -> int:
+        """Tokens of a prompt that the step computes so far."""
+        return self.joining.get(request) or self.chunks.get(request, (0, []))[0]
+
     def advance(self, request: Request, n: int, blocks: list[int]) -> None:
         """Let a running prompt catch up by `n` more tokens, for which it got `blocks`."""
-        done, held = self.chunks.get(request, (0, []))
-        self.chunks[request] = done + n, held + blocks
+        if request in self.joining:
+            self.joining[request] += n
+        else:
+            done, held = self.chunks.get(request, (0, []))
+            self.chunks[request] = done + n, held + blocks
         self.num_listed_tokens += n
-        self.lane.kv.publish(request, request.num_computed_tokens + done + n)
+        end = request.num_computed_tokens + self.num_planned_tokens(request)
+        self.lane.kv.publish(request, end)
 
     def join(self, request: Request, n: int) -> None:
         """Let a request run from now on that has its blocks, `n` tokens in this step."""

@@ -54,9 +54,7 @@ class StepPlanner:
         """Let running prompts catch up; not capped, they take what nobody else could use."""
         plan = self._plan
         for request in list(self._lane.prefilling):
-            if request in plan.joining:
-                continue
-            done, _ = plan.chunks.get(request, (0, []))
+            done = plan.num_planned_tokens(request)
             missing = request.num_tokens - request.num_computed_tokens - done
             while missing and request.status is RequestStatus.PREFILLING:  # until it yields itself
                 n = min(missing, plan.budget)

@@ -7,6 +7,7 @@ whatever the schedule, a request's tokens are those of `paged_oracle.generate`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
@@ -49,11 +50,18 @@ class World:
     """The scheduler, its workers, and all requests there ever were."""
 
     def __init__(
-        self, config: SchedulerConfig, capacity: WorkerCapacity, *, depth: int = 2, workers: int = 1
+        self,
+        config: SchedulerConfig,
+        capacity: WorkerCapacity,
+        *,
+        depth: int = 2,
+        workers: int = 1,
+        new_scheduler: Callable[[SchedulerConfig, int], Scheduler] = Scheduler,
     ) -> None:
         self.config, self.capacity, self.depth = config, capacity, depth
         self.configs = [config]  # all there were
-        self.scheduler = Scheduler(config, epoch=1)
+        self.new_scheduler = new_scheduler
+        self.scheduler = new_scheduler(config, 1)
         self.workers: dict[str, Worker] = {}
         self.sequences: dict[int, Sequence] = {}
         self.steps: list[SchedulerOutput] = []
@@ -151,7 +159,7 @@ class World:
     def restart_scheduler(self) -> None:
         """Another leader takes over, and knows what was committed."""
         served = self.scheduler.served
-        self.scheduler = Scheduler(self.config, epoch=self.scheduler.epoch + 1)
+        self.scheduler = self.new_scheduler(self.config, self.scheduler.epoch + 1)
         self.scheduler.restore_served(served)
         for name, worker in self.workers.items():
             worker.flight.clear()  # results of the old epoch are ignored

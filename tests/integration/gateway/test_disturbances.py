@@ -204,6 +204,8 @@ async def test_no_client_ever_gets_anything_of_anothers(
                 return (await pool.bus.queue_lengths([]))["requests"] == 0
 
             await eventually(nothing_is_left)
+            stats = await pool.bus.stats()
+            assert stats["free_blocks"] == stats["total_blocks"]
 
 
 async def test_another_gateway_goes_on_when_one_is_killed(

@@ -137,3 +137,18 @@ async def test_a_request_that_is_lost_over_and_over_ends_with_an_error(world: Wo
     assert (status, body["error"]["code"]) == (500, "internal")
     assert "lost" in body["error"]["message"]
     await engine.wait_for(lambda: len(engine.aborts) == 1)
+
+
+async def test_a_record_that_nobody_can_read_costs_its_own_request_only(world: World) -> None:
+    engine = world.engine
+    engine.script = saying(IDS, finish_reason=None)
+    answer = asyncio.ensure_future(world.complete("x", max_tokens=50))
+    await engine.wait_for(lambda: len(engine.requests) == 1)
+    [request] = engine.requests
+    key = world.bus.keys.request(request.req_id)
+    await world.bus.write([("DEL", key), ("SET", key, "no hash")])
+    await engine.send(request.gateway, row(request, 40, 5))
+    assert (await answer)[0] == 500
+    engine.script = saying(IDS)
+    status, body = await world.complete("x", max_tokens=50)
+    assert (status, body["choices"][0]["text"]) == (200, TEXT)

@@ -59,13 +59,14 @@ def figures(request: pytest.FixtureRequest) -> dict[str, Figures]:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_kernels_stay_in_their_budget(figures: dict[str, Figures], arch: str) -> None:
-    budgets = json.loads(BUDGET.read_text()).get(triton.__version__)
+    budgets = json.loads(BUDGET.read_text())
     over = []
     for kernel, found in figures[arch].items():
-        if budgets is None:  # another version of Triton: only what holds for all
-            allowed = {"registers": 512, "shared": 232448, "spills": 0}
-        else:
-            allowed = budgets[arch][kernel]
+        if triton.__version__ in budgets:
+            allowed = budgets[triton.__version__][arch][kernel]
+        else:  # registers are that version's own affair
+            spills = max(of_version[arch][kernel]["spills"] for of_version in budgets.values())
+            allowed = {"registers": 512, "shared": 232448, "spills": spills}
         over += [
             f"{kernel}: {name} {found[name]}, allowed {allowed[name]}"
             for name, spare in (("registers", SPARE_REGISTERS), ("shared", 0), ("spills", 0))

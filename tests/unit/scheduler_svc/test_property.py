@@ -76,7 +76,12 @@ class Pool(RuleBasedStateMachine):
         if not config.enable_chunked_prefill:  # longer ones would be refused; the world knows
             longest = min(capacity.max_model_len, config.max_num_batched_tokens)
             capacity = replace(capacity, max_model_len=longest)
-        self.world = World(config, capacity, depth=depth, workers=workers)
+        self.world = self.new_world(config, capacity, depth, workers)
+
+    def new_world(
+        self, config: SchedulerConfig, capacity: WorkerCapacity, depth: int, workers: int
+    ) -> World:
+        return World(config, capacity, depth=depth, workers=workers)
 
     def _alive(self) -> list[Sequence]:
         return [s for s in self.world.sequences.values() if s.finished is None]
