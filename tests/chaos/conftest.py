@@ -13,10 +13,6 @@ from tests.chaos.scene import POISON, Scene
 from tests.fakes.redis_server import KINDS, find_binary
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: takes half a minute or more; runs with -m long")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the long ones out unless they are asked for."""
     if "long" in config.getoption("markexpr"):

@@ -62,6 +62,7 @@ async def test_a_part_that_cannot_reach_redis_costs_no_token(
             await scene.all_is_well()
 
 
+@pytest.mark.long
 @pytest.mark.root
 @pytest.mark.skipif(network.why_impossible() is not None, reason=str(network.why_impossible()))
 @pytest.mark.parametrize("seconds", CUTS_S)
