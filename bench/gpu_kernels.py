@@ -18,7 +18,8 @@ import triton
 from torch import Tensor
 
 from kernels import reference
-from kernels.decode_attention import attend_decodes, plan_decodes
+from kernels.decode_attention import attend_decodes
+from kernels.decode_plan import plan_decodes
 from kernels.draw import Draw
 from kernels.paged_cache import FLOAT8, PagedCache
 from kernels.prefill_attention import attend_ragged

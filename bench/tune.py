@@ -21,7 +21,8 @@ import triton
 from torch import Tensor
 
 from kernels import heuristics
-from kernels.decode_attention import attend_decodes, plan_decodes
+from kernels.decode_attention import attend_decodes
+from kernels.decode_plan import plan_decodes
 from kernels.heuristics import DecodeConfig, PrefillConfig, shape_of
 from kernels.paged_cache import PagedCache
 from kernels.prefill_attention import attend_ragged

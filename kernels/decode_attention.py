@@ -1,26 +1,16 @@
 """Attention of one query token for each of many sequences: bound by how fast the cache is read.
 
-A sequence is cut at multiples of SPLIT tokens, whatever else is in the batch, so its result is the
-same in any batch, bit by bit. Each piece of a sequence and each key head is one work item; a fixed
-number of programs walks over the items, which balances sequences of very different lengths.
-
-    lengths 700, 300, 1100 and SPLIT 512     work items  | 0 1 | 2 | 3 4 5 |
-                                             work_starts   0     2   3       6
-
-The G query heads of a key head are the rows of one matrix. A sequence in one piece is written out
-at once; of the others, the pieces are put together in rising order by a second kernel.
+A sequence comes in pieces, as `kernels.decode_plan` cuts it. Each piece and each key head is one
+work item; a fixed number of programs walks over the items, which balances sequences of very
+different lengths. The G query heads of a key head are the rows of one matrix. A sequence in one
+piece is written out at once; of the others, the pieces are put together by a second kernel.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import reference
@@ -35,69 +25,12 @@ from kernels.attention_tile import (
     score_factor,
     scores,
 )
+from kernels.decode_plan import DecodePlan, Launch
 from kernels.heuristics import DecodeConfig, decode_config
 from kernels.paged_cache import FLOATS, PagedCache, check, check_attention, padded
 from kernels.target import can_launch, num_multiprocessors
 
-SPLIT = 512  # tokens; a multiple of every tile and block. Frozen: it decides how sums are rounded
-MAX_ITEMS = 4096  # whose partial results are kept at once
 _PIECES = 16  # that are put together at once
-
-# ---------------------------------------------------------------- which work there is
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Sequences that are attended to together."""
-
-    first_seq: int
-    num_seqs: int
-    num_items: int
-    needs_reduce: bool  # some sequence is not in exactly one piece
-
-
-@dataclass(frozen=True, slots=True)
-class DecodePlan:
-    """The work items of one step, for all layers with the same sliding window."""
-
-    seq_lens: Tensor  # (S,) int32
-    work_starts: Tensor  # (S + 1,) int32: sequence s has the items [work_starts[s], …[s + 1])
-    launches: list[Launch]
-    window: int  # 0 is none
-    split: int
-
-
-def plan_decodes(
-    seq_lens: NDArray[np.integer[Any]],
-    device: torch.device,
-    window: int = 0,
-    *,
-    split: int = SPLIT,
-    max_items: int = MAX_ITEMS,
-) -> DecodePlan:
-    """Plan for sequences of the lengths (S,), on the host: nothing waits for the device.
-
-    Those that share a long prefix may have many more items than the cache has tokens, so what is
-    in flight at once is bounded by `max_items` (of one sequence alone, by its length).
-    """
-    lens = np.asarray(seq_lens, dtype=np.int64)
-    num_pieces = -(-lens // split)
-    if window:
-        num_pieces -= np.maximum(lens - window, 0) // split  # nobody sees those
-    starts = np.concatenate(([0], np.cumsum(num_pieces))).astype(np.int32)
-    launches = []
-    first = 0
-    while first < len(lens):
-        last = int(np.searchsorted(starts, starts[first] + max_items, side="right")) - 1
-        last = min(max(last, first + 1), len(lens))
-        needs_reduce = bool((num_pieces[first:last] != 1).any())
-        launches.append(
-            Launch(first, last - first, int(starts[last] - starts[first]), needs_reduce)
-        )
-        first = last
-    both = torch.from_numpy(np.concatenate((starts, lens.astype(np.int32)))).to(device)
-    return DecodePlan(both[len(starts) :], both[: len(starts)], launches, window, split)
-
 
 # ---------------------------------------------------------------- the kernels
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata, IntArray, KVShape, LayerAttention
 from gpu_worker.attention.cpu_library import NoLibraryError
-from kernels.decode_attention import DecodePlan, attend_decodes, plan_decodes
+from kernels.decode_attention import attend_decodes
+from kernels.decode_plan import DecodePlan, plan_decodes
 from kernels.paged_cache import PagedCache
 from kernels.prefill_attention import attend_ragged
 from kernels.reshape_and_cache import reshape_and_cache

@@ -217,7 +217,7 @@ async def test_another_gateway_goes_on_when_one_is_killed(
         gateways(settings) as pool,
     ):
         victim = await start(port, model=settings.model)
-        await victim.wait_status("/v1/models", 200)
+        await victim.has_its_model()
         bodies = [body_for(1, 600), {**body_for(2, 600), "echo": True}]
         clients = [
             Listener(pool.http, body, {"Idempotency-Key": "k" + str(i)})

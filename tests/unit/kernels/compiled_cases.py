@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from kernels.copy_blocks import copy_blocks
-from kernels.decode_attention import attend_decodes, plan_decodes
+from kernels.decode_attention import attend_decodes
+from kernels.decode_plan import plan_decodes
 from kernels.draw import Draw, Penalties
 from kernels.paged_cache import FLOAT8, PagedCache
 from kernels.prefill_attention import attend_ragged

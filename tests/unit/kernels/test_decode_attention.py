@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels import reference
-from kernels.decode_attention import attend_decodes, plan_decodes
+from kernels.decode_attention import attend_decodes
+from kernels.decode_plan import plan_decodes
 from kernels.heuristics import DecodeConfig
 from tests.unit.kernels.paged_batch import PagedBatch, assert_close, make_batch
 
@@ -97,6 +98,14 @@ def test_decode_is_the_same_in_any_batch_bit_by_bit(window: int) -> None:
             config=DecodeConfig(tile=32, programs_per_multiprocessor=1),
         )
         assert torch.equal(alone[0], together[seq])
+
+
+@pytest.mark.parametrize("largest", [0, 20])
+def test_more_pieces_than_are_put_together_at_once(largest: int) -> None:
+    batch = make_batch([1, 1], [330, 20], num_kv_heads=1)
+    batch.cache.key[batch.block_tables[0, largest].long()] *= 4  # where the largest scores are
+    actual = attend(batch, split=16, config=DecodeConfig(tile=16))  # 21 pieces and 2
+    assert_close(actual, reference.attend(*batch.operands, scale=SCALE))
 
 
 def test_padding_rows_become_zeros_and_touch_nobody() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels import heuristics
-from kernels.decode_attention import SPLIT
+from kernels.decode_plan import SPLIT
 from kernels.heuristics import DecodeConfig, PrefillConfig, Shape
 from kernels.paged_cache import PagedCache
 

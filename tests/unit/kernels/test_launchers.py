@@ -17,7 +17,8 @@ from torch import Tensor
 import kernels
 from kernels import paged_cache, reference
 from kernels.copy_blocks import copy_blocks
-from kernels.decode_attention import attend_decodes, plan_decodes
+from kernels.decode_attention import attend_decodes
+from kernels.decode_plan import plan_decodes
 from kernels.draw import Draw
 from kernels.paged_cache import PagedCache
 from kernels.prefill_attention import attend_ragged

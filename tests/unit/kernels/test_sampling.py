@@ -125,6 +125,14 @@ def test_equals_of_the_last_kept_are_kept() -> None:
     assert set(tokens.tolist()) == {10, 11, 12, 13}
 
 
+def test_a_token_is_left_out_when_those_above_it_hold_exactly_top_p() -> None:
+    logits = torch.full((30, 64), -torch.inf)
+    logits[:, 20], logits[:, 10] = 0.0, -(2.0**-27)  # as likely in float32, and yet in order
+    how = make_draw(30, top_p=0.5)
+    assert (sample(logits, how, block=64)[0] == 20).all()
+    assert (reference.sample(logits, how)[0] == 20).all()
+
+
 def test_rows_that_are_no_numbers_are_reported_and_harm_nobody() -> None:
     logits = flat_logits(6)
     clean, _ = sample(logits, make_draw(6, top_p=0.9), block=1024)
