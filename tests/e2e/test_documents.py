@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import typer
 
 from pagestream.cli import app
 from pagestream.embedded import socket_path
-from tests.fakes.running_stack import PAGESTREAM, ROOT, RunningStack
+from tests.fakes.running_stack import ROOT, RunningStack
 from wire.config import Settings, setting_name
 
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -66,17 +64,6 @@ def test_settings_exist(page: Path) -> None:
 
 
 # ---------------------------------------------------------------- on a running stack
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[RunningStack]:
-    folder = tmp_path_factory.mktemp("documents")
-    running = RunningStack([*PAGESTREAM, "up"], folder / "data", models)
-    running.wait_ready()
-    yield running
-    running.process.send_signal(signal.SIGTERM)
-    running.wait_end()
-    running.close()
 
 
 @pytest.mark.e2e

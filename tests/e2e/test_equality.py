@@ -17,11 +17,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.fakes.up import PAGESTREAM, Up, model_folder
+from tests.fakes.running_stack import PAGESTREAM, ROOT, RunningStack, model_folder
 
 pytestmark = pytest.mark.e2e
 
-ROOT = Path(__file__).parents[2]
 NUM_PROMPTS = int(os.environ.get("TEST_PROMPTS", "12"))  # 32 for the long form
 NUM_TOKENS = 32
 TIE = 1e-4
@@ -88,7 +87,7 @@ def alike(think: Callable[[list[int]], Reference], text: list[int]) -> list[Refe
     return [think(text[:PREFIX] + text[500 + 9 * i : 501 + 10 * i]) for i in range(8)]
 
 
-async def ask_at_once(up: Up, references: list[Reference]) -> list[list[int]]:
+async def ask_at_once(up: RunningStack, references: list[Reference]) -> list[list[int]]:
     url = f"http://127.0.0.1:{up.port}/v1/completions"
 
     async def ask(session: aiohttp.ClientSession, reference: Reference) -> list[int]:
@@ -125,13 +124,13 @@ def compare(answers: list[list[int]], references: list[Reference]) -> None:
 
 
 @pytest.fixture
-def start(tmp_path: Path, models: Path) -> Iterator[Callable[..., Up]]:
-    started: list[Up] = []
+def start(tmp_path: Path, models: Path) -> Iterator[Callable[..., RunningStack]]:
+    started: list[RunningStack] = []
 
-    def run(workers: int = 1, **settings: object) -> Up:
+    def run(workers: int = 1, **settings: object) -> RunningStack:
         options = [f"--set={name}={value}" for name, value in settings.items()]
         options += [f"--workers={workers}", "--set=DTYPE=float32"]
-        up = Up([*PAGESTREAM, "up", *options], tmp_path / "data", models)
+        up = RunningStack([*PAGESTREAM, "up", *options], tmp_path / "data", models)
         started.append(up)
         up.wait_ready()
         return up
@@ -155,7 +154,7 @@ SCENARIOS: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 async def test_mixed_prompts_at_once_are_answered_as_alone(
-    scenario: str, start: Callable[..., Up], mixed: list[Reference]
+    scenario: str, start: Callable[..., RunningStack], mixed: list[Reference]
 ) -> None:
     up = start(**SCENARIOS[scenario])
     room = SCENARIOS[scenario]["NUM_GPU_BLOCKS"] * 16
@@ -167,7 +166,7 @@ async def test_mixed_prompts_at_once_are_answered_as_alone(
 
 
 async def test_a_shared_prefix_is_computed_once_and_changes_nothing(
-    start: Callable[..., Up], alike: list[Reference]
+    start: Callable[..., RunningStack], alike: list[Reference]
 ) -> None:
     up = start(NUM_GPU_BLOCKS=2000)
     for _ in range(2):  # cold, then warm

@@ -5,6 +5,7 @@ Knows its processes by their environment, so that whatever is left behind is fou
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import select
@@ -20,9 +21,13 @@ from typing import Any
 
 import psutil
 
+from wire import model_store
+from wire.bus import Bus
+from wire.config import load
+
 ROOT = Path(__file__).parents[2]
 PAGESTREAM = (sys.executable, "-P", "-m", "pagestream")
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0  # a busy machine converts the model in minutes
 
 
 class RunningStack:
@@ -96,6 +101,18 @@ class RunningStack:
             pids[one["role"]] = one["pid"] or pids.get(one["role"])
         return pids
 
+    def stats(self) -> dict[str, str]:
+        """The pool's counters and gauges."""
+
+        async def read() -> dict[str, str]:
+            bus = Bus.connect(load(redis_url=f"unix://{self.data_dir}/redis.sock"))
+            try:
+                return await bus.stats()
+            finally:
+                await bus.close()
+
+        return asyncio.run(read())
+
     def complete(self, prompt: str) -> str:
         """The model's greedy answer in a few tokens."""
         body = {"model": "demo", "prompt": prompt, "max_tokens": 5, "temperature": 0}
@@ -147,3 +164,8 @@ class RunningStack:
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+def model_folder(models: Path) -> Path:
+    """The demo model in the form that the stack serves; made if it is not there."""
+    return model_store.ensure(load(model_cache_dir=models))

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.gateway_pool import FACTS
-from tests.fakes.gateway_process import Start, free_port, starting
+from tests.fakes.gateway_process import Start, starting
 from tests.fakes.gateway_world import TOKENIZER, World, make_world
+from tests.fakes.running_stack import free_port
 from tests.fakes.tokenizers import write_model_folder
 from wire.config import Settings
 
