@@ -13,6 +13,7 @@ from functools import partial
 import structlog
 
 from scheduler_svc import recovery
+from scheduler_svc.caution import Caution, EpochOverError
 from scheduler_svc.commits import Commits
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.scheduler import Scheduler
@@ -33,6 +34,12 @@ log = structlog.get_logger()
 
 BLOCK_MS = 100
 """Longest wait for an event; how soon a new worker is used when nothing else happens."""
+
+WORKERS_S = 1.0
+"""How long a careful start waits for workers, so that each request is also tried in a step."""
+
+SURVIVAL_S = 1.0
+"""How long a leader must live for its start to have got through."""
 
 
 class Leader:
@@ -67,6 +74,11 @@ class Leader:
             collect=self._commits.collect,
             links=lambda: self._roster.links,
         )
+        self._caution = Caution(bus, self._intake, self._ledger)
+        self._workers_by = time.monotonic() + WORKERS_S
+        self._controls: list[tuple[str, recovery.Control]] = []  # that recovery found
+        self._cursor = "0-0"  # where recovery stopped reading
+        self._is_open = asyncio.Event()  # all that was found is taken in
         self._held_until = time.monotonic() + self._lease_s  # the lease, for certain
         self._redis_life = ""  # run id of the server that all this was read from
         self._is_gathering = False
@@ -80,6 +92,7 @@ class Leader:
         async with asyncio.TaskGroup() as group:
             chores = [
                 group.create_task(self._renew()),
+                group.create_task(self._survive()),
                 group.create_task(self._roster.watch()),
                 group.create_task(self._gateways.watch()),
                 group.create_task(self._mirror_forever()),
@@ -106,17 +119,24 @@ class Leader:
         found = await retrying(partial(recovery.recover, self._bus))
         self._intake.restore(found.config)
         self._scheduler.restore_served(found.served)
-        for one in found.in_flight:
-            self._intake.add(one.req, one.request, one.num_saved)
-        for entry, control in found.controls:
-            self._intake.control(entry, control)
-        self._commits.collect()
+        await self._caution.begin(found)
+        self._controls, self._cursor = found.controls, found.cursor
         self._statistics.num_recovered = len(found.in_flight)
-        self._reader.cursors[self._bus.keys.requests()] = found.cursor
+        if not self._caution.is_taking_in:
+            await self._open_the_door()
         await retrying(self._clear_mirror)
         log.info(
             "recovered", requests=len(found.in_flight), seconds=round(time.monotonic() - started, 3)
         )
+
+    async def _open_the_door(self) -> None:
+        """Once all that was found is taken in, read on from there."""
+        for entry, control in self._controls:
+            async with self._caution.blaming(entry):
+                self._intake.control(entry, control)
+        self._commits.collect()
+        self._reader.cursors[self._bus.keys.requests()] = self._cursor
+        self._is_open.set()
 
     # ------------------------------------------------------------ one turn
 
@@ -129,22 +149,36 @@ class Leader:
             return
         for entry in entries:
             await self._apply(entry)
+        took_in = await self._take_in()
         self._scheduler.expire(self._now())
         await self._dispatch()
         self._commits.collect()
+        if took_in and not self._caution.is_taking_in:
+            await self._caution.all_in()
+            await self._open_the_door()
+
+    async def _take_in(self) -> bool:
+        """Take one more entry in, at a careful start."""
+        is_ready = self._scheduler.lanes or time.monotonic() > self._workers_by
+        if not self._caution.is_taking_in or not is_ready:
+            return False
+        await self._caution.take_next()
+        return True
 
     def _patience_ms(self) -> int:
         """How long to wait for an event: until something is due without one."""
         wake = self._scheduler.next_wake()
         until_wake = BLOCK_MS if wake is None else round((wake - self._now()) * 1000) + 1
-        if self._is_gathering:
+        if self._is_gathering or self._caution.is_taking_in:
             until_wake = min(until_wake, 1)
         return max(1, min(BLOCK_MS, until_wake))
 
     async def _apply(self, entry: Entry) -> None:
         try:
             if entry.key == self._bus.keys.requests():
-                self._intake.take(entry.entry_id, recovery.understand(entry))
+                message = recovery.understand(entry)
+                async with self._caution.blaming(entry.entry_id):
+                    self._intake.take(entry.entry_id, message)
             else:
                 self._apply_result(entry)
         except WireError as error:
@@ -211,9 +245,14 @@ class Leader:
             if epoch != self._epoch:
                 raise FencedError("another scheduler leads")
             if await self._current_redis_life() != self._redis_life:
-                raise FencedError("Redis was restarted")
+                raise EpochOverError("Redis was restarted")
             self._held_until = asked + self._lease_s
             self._clock_offset = now_ms / 1000 - time.monotonic()
+
+    async def _survive(self) -> None:
+        await self._is_open.wait()
+        await asyncio.sleep(SURVIVAL_S)
+        await self._caution.survive()
 
     async def _current_redis_life(self) -> str:
         return (await retrying(self._bus.server)).get("run_id", "")

@@ -11,6 +11,7 @@ from functools import partial
 
 import structlog
 
+from scheduler_svc.caution import EpochOverError
 from scheduler_svc.leader import Leader
 from wire.bus import Bus, BusDownError, FencedError, retrying
 from wire.config import Settings, new_incarnation, process_id
@@ -71,7 +72,7 @@ class Candidate:
             leader = Leader(self._bus, self._settings, self._owner, epoch, now_ms)
             try:
                 await leader.lead(self._stopping)
-            except* FencedError as group:
+            except* (FencedError, EpochOverError) as group:
                 log.warning("lead_lost", epoch=epoch, reason=str(group.exceptions[0]))
             finally:
                 self._epoch = 0

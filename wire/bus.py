@@ -40,7 +40,7 @@ from wire.messages import (
     ResumeRequest,
     SchedulerOutput,
 )
-from wire.records import Records
+from wire.records import Records, text
 from wire.stream import Entry, Reader
 
 __all__ = [
@@ -178,6 +178,24 @@ class Bus(Records):
         await self._connection.script(
             _LEAD, [self.keys.leader(), self.keys.epoch()], [owner, 0, 0, 0]
         )
+
+    async def note_start(self) -> dict[str, str]:
+        """Count a leader's start; how many have not got through since, and what they suspected."""
+        commands: list[tuple[Argument, ...]] = [
+            ("HINCRBY", self.keys.starts(), "unfinished", 1),
+            ("HGETALL", self.keys.starts()),
+        ]
+        _, starts = await self._connection.commands(commands, atomic=True)
+        return text(starts)
+
+    async def suspect(self, entry: str, deaths: int, reason: str = "") -> None:
+        """Leave word of what is going to be applied, and how many will have died if this dies."""
+        words = ("entry", entry, "deaths", deaths, "reason", reason[:500])
+        await self._connection.command("HSET", self.keys.starts(), *words)
+
+    async def note_survival(self) -> None:
+        """The start got through."""
+        await self._connection.command("DEL", self.keys.starts())
 
     async def publish_step(self, process: str, step: SchedulerOutput) -> None:
         """Append a step to a worker's stream; harmless to repeat. Await one before the next.

@@ -65,7 +65,7 @@ class Records:
         roster = await self._hash(self.keys.roster(role))
         commands = [("HGETALL", self.keys.process(role, name)) for name in roster]
         found = await self._connection.commands(commands) if roster else []
-        return {name: _text(values) for name, values in zip(roster, found, strict=True)}
+        return {name: text(values) for name, values in zip(roster, found, strict=True)}
 
     async def stats(self) -> dict[str, str]:
         """Read the pool's counters and gauges."""
@@ -165,8 +165,9 @@ class Records:
         return str(found[name]) if name in found else None
 
     async def _hash(self, key: str) -> dict[str, str]:
-        return _text(await self._connection.command("HGETALL", key))
+        return text(await self._connection.command("HGETALL", key))
 
 
-def _text(values: Mapping[bytes, bytes]) -> dict[str, str]:
+def text(values: Mapping[bytes, bytes]) -> dict[str, str]:
+    """Read a hash; whoever wrote it may have written anything."""
     return {name.decode(): value.decode(errors="replace") for name, value in values.items()}
