@@ -116,6 +116,12 @@ class Ledger:
         del self._by_req_id[one.req_id]
         self._batch.done_entries.append(entry_id(req))
 
+    def refuse(self, req: int, error: str) -> None:
+        """End a request that the core never sees."""
+        one = self._tracked[req]
+        num_output_tokens = one.num_saved + len(one.unsaved)
+        self._finish(Finished(req, num_output_tokens, "error", error=error, error_code="internal"))
+
     def note_config(self, fields: dict[str, str | int]) -> None:
         """Let the next commit show what became of a change of settings."""
         self._batch.config.update(fields)

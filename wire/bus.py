@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from wire import codec
 from wire.answer_record import AnswerRecord
+from wire.commit import Commit, flat
 from wire.config import Settings
 from wire.connection import (
     Argument,
@@ -32,18 +31,17 @@ from wire.connection import (
     FencedError,
     Script,
 )
-from wire.keys import Keys, request_number, step_entry_id
+from wire.keys import request_number, step_entry_id
 from wire.messages import (
     AbortRequest,
-    CommittedTokens,
     ConfigChange,
-    EngineCoreOutputs,
     EngineCoreRequest,
     ModelRunnerOutput,
     ResumeRequest,
     SchedulerOutput,
 )
-from wire.stream import Entry, Reader, entries_of
+from wire.records import Records, text
+from wire.stream import Entry, Reader
 
 __all__ = [
     "Bus",
@@ -63,7 +61,6 @@ T = TypeVar("T")
 
 LATE_SUBMIT_S = 60.0  # how long the abort of an unknown request keeps it from being submitted
 STREAM_LENGTH = 256  # entries kept of steps and results; both readers are at most a few behind
-OUT_LENGTH = 4096  # entries kept for a gateway
 DEAD_LENGTH = 1000
 
 _SUBMIT, _ASK, _ABORT, _LEAD, _COMMIT, _APPEND, _BEAT, _BURY = map(
@@ -87,30 +84,8 @@ class ClaimedError(BusError):
         self.claim = claim
 
 
-@dataclass(slots=True)
-class Commit:
-    """What becomes durable together: tokens, outputs to gateways, and requests that ended."""
-
-    tokens: CommittedTokens
-    outputs: dict[str, EngineCoreOutputs] = field(default_factory=dict)  # by gateway process
-    updates: dict[str, dict[str, str | int]] = field(default_factory=dict)  # req_id -> fields
-    checkpoints: list[tuple[str, int, bytes]] = field(default_factory=list)  # req_id, offset, data
-    ended: list[tuple[str, str]] = field(default_factory=list)  # req_id, entry id
-    done_entries: list[str] = field(default_factory=list)  # controls whose effect is committed
-    stats: dict[str, str | int | float] = field(default_factory=dict)
-    served: dict[str, float] = field(default_factory=dict)  # tokens by tenant, weighted
-    config: dict[str, str | int] = field(default_factory=dict)  # live settings that changed
-
-
-class Bus:
+class Bus(Records):
     """One process's access to Redis. Make it with `connect`, end it with `close`."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.keys = Keys(settings.pool)
-        self._settings = settings
-        self._connection = Connection(settings)
-
-    # ------------------------------------------------------------ connection
 
     @classmethod
     def connect(cls, settings: Settings) -> Bus:
@@ -119,29 +94,6 @@ class Bus:
         Raises SettingsError if the password cannot be read.
         """
         return cls(settings)
-
-    async def check_server(self) -> str | None:
-        """Say in a sentence why this server cannot be used; None if it can.
-
-        Raises BusDownError when it does not answer.
-        """
-        info = await self._connection.command("INFO", "server")
-        version = str(info.get("redis_version", "unknown"))
-        major = re.match(r"\d+", version)
-        if major is None or int(major[0]) < 7:
-            return f"Redis {version} is too old: 7.0 or newer, or Valkey 7.2 or newer, is needed"
-        policy = await self._configured("maxmemory-policy")
-        if policy not in (None, "noeviction"):
-            return f"Redis has maxmemory-policy {policy}: it must be noeviction, or requests vanish"
-        return None
-
-    async def is_durable(self) -> bool:
-        """Say whether what was accepted survives a restart of Redis; yes, if it does not tell."""
-        return await self._configured("appendonly") in (None, "yes")
-
-    async def close(self) -> None:
-        """Close every connection."""
-        await self._connection.close()
 
     def reader(self, cursors: Mapping[str, str], max_block_ms: int = 1000) -> Reader:
         """Follow streams; `max_block_ms` is the longest that any `read` will wait."""
@@ -227,6 +179,24 @@ class Bus:
             _LEAD, [self.keys.leader(), self.keys.epoch()], [owner, 0, 0, 0]
         )
 
+    async def note_start(self) -> dict[str, str]:
+        """Count a leader's start; how many have not got through since, and what they suspected."""
+        commands: list[tuple[Argument, ...]] = [
+            ("HINCRBY", self.keys.starts(), "unfinished", 1),
+            ("HGETALL", self.keys.starts()),
+        ]
+        _, starts = await self._connection.commands(commands, atomic=True)
+        return text(starts)
+
+    async def suspect(self, entry: str, deaths: int, reason: str = "") -> None:
+        """Leave word of what is going to be applied, and how many will have died if this dies."""
+        words = ("entry", entry, "deaths", deaths, "reason", reason[:500])
+        await self._connection.command("HSET", self.keys.starts(), *words)
+
+    async def note_survival(self) -> None:
+        """The start got through."""
+        await self._connection.command("DEL", self.keys.starts())
+
     async def publish_step(self, process: str, step: SchedulerOutput) -> None:
         """Append a step to a worker's stream; harmless to repeat. Await one before the next.
 
@@ -251,39 +221,8 @@ class Bus:
 
         Raises FencedError if another epoch leads or Redis does not hold the commit before.
         """
-        part = {
-            "num_tokens": len(commit.tokens.reqs),
-            "trim": int(commit.tokens.is_checkpoint),
-            "retention": round(retention_s * 1000),
-            "out_length": OUT_LENGTH,
-            "updates": [
-                [self.keys.request(req_id), _flat(values)]
-                for req_id, values in commit.updates.items()
-            ],
-            "tokens": [
-                [self.keys.tokens(req_id), offset, data]
-                for req_id, offset, data in commit.checkpoints
-            ],
-            "ended": [[self.keys.request(req_id), entry] for req_id, entry in commit.ended],
-            "entries": commit.done_entries,
-            "outs": [
-                [self.keys.out(process), codec.encode(outputs)]
-                for process, outputs in commit.outputs.items()
-            ],
-            "stats": _flat(commit.stats),
-            "served": _flat(commit.served),
-            "config": _flat(commit.config),
-        }
-        keys = [
-            self.keys.epoch(),
-            self.keys.log(),
-            self.keys.requests(),
-            self.keys.stats(),
-            self.keys.tenants(),
-            self.keys.config(),
-        ]
-        body, others = codec.encode(commit.tokens), codec.pack_for_script(part)
-        await self._connection.script(_COMMIT, keys, [epoch, number, body, others])
+        keys, args = commit.words(self.keys, retention_s)
+        await self._connection.script(_COMMIT, keys, [epoch, number, *args])
 
     async def write(self, commands: Sequence[tuple[str | int | float, ...]]) -> None:
         """Send commands together, for mirrors that people read and nothing relies on."""
@@ -325,7 +264,7 @@ class Bus:
         With `renew` it does not: FencedError says that another incarnation has the name.
         """
         keys = [self.keys.process(role, name), self.keys.roster(role)]
-        args = [name, incarnation, round(ttl_s * 1000), int(renew), *_flat(fields)]
+        args = [name, incarnation, round(ttl_s * 1000), int(renew), *flat(fields)]
         await self._connection.script(_BEAT, keys, args)
 
     async def leave(self, role: str, name: str) -> None:
@@ -335,95 +274,6 @@ class Bus:
             ("HDEL", self.keys.roster(role), name),
         ]
         await self._connection.commands(commands, atomic=True)
-
-    async def worker_streams(self) -> dict[str, list[str]]:
-        """Find every stream of steps and results that there is, by process. Walks all keys."""
-        found: dict[str, list[str]] = {}
-        for prefix in (self.keys.steps(""), self.keys.results("")):
-            async for key in self._keys_with(prefix):
-                found.setdefault(key.removeprefix(prefix), []).append(key)
-        return found
-
-    async def processes(self, role: str) -> dict[str, dict[str, str]]:
-        """Look up the processes of a role on the roster; a silent one has no fields."""
-        roster = await self._hash(self.keys.roster(role))
-        commands = [("HGETALL", self.keys.process(role, name)) for name in roster]
-        found = await self._connection.commands(commands) if roster else []
-        return {name: _text(values) for name, values in zip(roster, found, strict=True)}
-
-    async def stats(self) -> dict[str, str]:
-        """Read the pool's counters and gauges."""
-        return await self._hash(self.keys.stats())
-
-    async def config(self) -> dict[str, str]:
-        """Read the settings that were changed while running, and the last change's outcome."""
-        return await self._hash(self.keys.config())
-
-    async def tenants(self) -> dict[str, float]:
-        """Read the counters of served tokens by tenant, as they were last saved."""
-        saved = await self._hash(self.keys.tenants())
-        return {name: float(value) for name, value in saved.items()}
-
-    async def server(self) -> dict[str, str]:
-        """Read what the server says of itself (`INFO server`)."""
-        info = await self._connection.command("INFO", "server")
-        return {str(name): str(value) for name, value in info.items()}
-
-    async def queue_lengths(self, workers: Sequence[str]) -> dict[str, int]:
-        """Count what is in the queues, by their short names, as in `running:<worker>`."""
-        streams = {"requests": self.keys.requests(), "dead": self.keys.dead()}
-        mirrors = {"waiting": self.keys.waiting()}
-        for worker in workers:
-            mirrors[f"running:{worker}"] = self.keys.running(worker)
-            mirrors[f"swapped:{worker}"] = self.keys.swapped(worker)
-        commands: list[tuple[Argument, ...]] = [("XLEN", key) for key in streams.values()]
-        commands += [("ZCARD", key) for key in mirrors.values()]
-        counts = await self._connection.commands(commands)
-        return dict(zip([*streams, *mirrors], map(int, counts), strict=True))
-
-    async def newest(self, key: str, count: int) -> list[Entry]:
-        """Read the last entries of a stream, the oldest of them first."""
-        reply = await self._connection.command("XREVRANGE", key, "+", "-", "COUNT", count)
-        return entries_of(key, reply)[::-1]
-
-    async def request(self, req_id: str) -> dict[str, str]:
-        """Read what is known of a request; empty if nothing is."""
-        return await self._hash(self.keys.request(req_id))
-
-    async def tokens(self, req_ids: Sequence[str]) -> list[bytes]:
-        """Read the checkpoints of these requests' outputs."""
-        if not req_ids:
-            return []
-        keys = [self.keys.tokens(req_id) for req_id in req_ids]
-        values = await self._connection.command("MGET", *keys)
-        return [value or b"" for value in values]
-
-    async def submission(self, entry: str) -> EngineCoreRequest | None:
-        """Read a request as it was submitted, by its entry; None once it has ended."""
-        reply = await self._connection.command("XRANGE", self.keys.requests(), entry, entry)
-        for found in entries_of(self.keys.requests(), reply):
-            return codec.decode_as(EngineCoreRequest, found.body)
-        return None
-
-    async def claim(self, key: str) -> str | None:
-        """Read what stands under a client's Idempotency-Key."""
-        value = await self._connection.command("GET", key)
-        return None if value is None else str(value.decode())
-
-    async def read(self, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
-        """Ask together, for people who look at the mirrors."""
-        return await self._connection.commands(commands)
-
-    async def scan(self, key: str, page: int = 256) -> AsyncIterator[list[Entry]]:
-        """Walk a whole stream from its first entry, page by page."""
-        start = "-"
-        while True:
-            reply = await self._connection.command("XRANGE", key, start, "+", "COUNT", page)
-            if not reply:
-                return
-            entries = entries_of(key, reply)
-            yield entries
-            start = f"({entries[-1].entry_id}"
 
     async def bury(self, entry: Entry, reason: str) -> None:
         """Set an entry aside that nobody can use, with the reason, and take it off its stream."""
@@ -443,30 +293,6 @@ class Bus:
         pairs = [item for pair in fields.items() for item in pair]
         await self._connection.script(_APPEND, [key], [entry_id, STREAM_LENGTH, *pairs])
 
-    async def _keys_with(self, prefix: str) -> AsyncIterator[str]:
-        """Walk all keys for those that begin so; the braces of a pool mean nothing in a pattern."""
-        cursor = 0
-        while True:
-            words = ("SCAN", cursor, "MATCH", f"{prefix}*", "COUNT", 1000)
-            found = await self._connection.command(*words)
-            cursor, keys = int(found[0]), found[1]
-            for key in keys:
-                yield key.decode()
-            if cursor == 0:
-                return
-
-    async def _configured(self, name: str) -> str | None:
-        try:
-            found = await self._connection.command("CONFIG GET", name)
-        except BusDownError:
-            raise
-        except BusError:  # an account that may not ask, or a service that has no such command
-            return None
-        return str(found[name]) if name in found else None
-
-    async def _hash(self, key: str) -> dict[str, str]:
-        return _text(await self._connection.command("HGETALL", key))
-
 
 async def retrying(call: Callable[[], Awaitable[T]], max_pause_s: float = 1.0) -> T:
     """Repeat a harmless call until Redis answers, with growing, jittered pauses."""
@@ -482,12 +308,4 @@ async def retrying(call: Callable[[], Awaitable[T]], max_pause_s: float = 1.0) -
 def _stored_fields(request: EngineCoreRequest, record: AnswerRecord | None) -> bytes:
     """What stands in `req:<id>` from the beginning, as a script takes it."""
     fields = record.fields(request.req_id) if record is not None else {}
-    return codec.pack_for_script(_flat({"tenant": request.tenant, **fields}))
-
-
-def _flat(values: Mapping[str, Any]) -> list[Any]:
-    return [item for pair in values.items() for item in (pair[0], str(pair[1]))]
-
-
-def _text(values: Mapping[bytes, bytes]) -> dict[str, str]:
-    return {name.decode(): value.decode(errors="replace") for name, value in values.items()}
+    return codec.pack_for_script(flat({"tenant": request.tenant, **fields}))

@@ -127,6 +127,10 @@ class Keys:
         """Number: fencing token of the leader."""
         return self._key("epoch")
 
+    def starts(self) -> str:
+        """Hash: starts of leaders that did not get through, and the entry they may have died on."""
+        return self._key("starts")
+
     # -- figures
 
     def tenants(self) -> str:

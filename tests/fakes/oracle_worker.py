@@ -155,6 +155,8 @@ class OracleWorker:
         """On the device's thread."""
         if step.epoch < self._device.epoch:
             return ModelRunnerOutput(step.epoch, step.step_id)
+        if step.epoch > self._device.epoch and not step.is_fence:  # Redis has forgotten the fence
+            return ModelRunnerOutput(step.epoch, step.step_id, failed="no fence opened this epoch")
         if self.fail_next is not None:
             reason, self.fail_next = self.fail_next, None
             return ModelRunnerOutput(step.epoch, step.step_id, failed=reason)

@@ -127,7 +127,7 @@ async def test_callers_beyond_the_connections_do_not_wait_for_ever(
     outcomes = await asyncio.gather(*(_outcome(bus.stats()) for _ in range(200)))
     redis_server.thaw()
     assert {type(outcome) for outcome in outcomes} == {BusDownError}
-    assert "too many commands wait" in str(outcomes[-1])
+    assert any("too many commands wait" in str(outcome) for outcome in outcomes)
     assert await retrying(bus.stats) == {}
 
 

@@ -16,8 +16,9 @@ import pytest
 from scheduler_svc import recovery, roster
 from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.leader import Leader
 from scheduler_svc.mirror import Mirror
-from scheduler_svc.service import Leader, serve
+from scheduler_svc.service import serve
 from tests.fakes.oracle_worker import VOCAB, OracleWorker
 from tests.fakes.paged_oracle import generate
 from tests.fakes.redis_server import RedisServer
