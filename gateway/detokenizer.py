@@ -37,6 +37,7 @@ class TextOptions:
     skip_special_tokens: bool = True
     terminal_ids: Set[int] = frozenset()  # end the generation, and are no part of its text
     continues: bool = False  # the text goes on from a text before it, so a first space is real
+    min_tokens: int = 0  # the text of so many tokens is no part of a stop string
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,17 @@ class Detokenizer:
         errors = _EACH_BYTE if vocabulary.replaces_each_byte else "replace"
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
         self._stops = StopStrings(options.stop, options.include_stop)
+        self._num_free = options.min_tokens  # tokens to come that no stop string is looked for in
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Add tokens. After a delta with a `stop`, nothing may be added."""
         texts = []
         for count, token_id in enumerate(token_ids, start=1):
-            text, stop = self._stops.push(self._decoder.decode(self._bytes(token_id)))
+            text, stop = self._decoder.decode(self._bytes(token_id)), None
+            if self._num_free:
+                self._num_free -= 1
+            else:
+                text, stop = self._stops.push(text)
             texts.append(text)
             if stop is not None:
                 return TextDelta("".join(texts), count, stop)

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, TypeGuard, TypeVar
 
 from aiohttp import web
 
@@ -27,7 +27,7 @@ from gateway.positions import Numbering
 from gateway.readiness import ServedModel
 from gateway.rendering import Rendering
 from gateway.responses import stream, whole
-from gateway.sampling import check_prompt, check_request, sampling_params, sibling
+from gateway.sampling import check_prompt, check_request, sampling_params, sibling, truncated
 from gateway.sequences import Reading, SequenceOutput
 from gateway.tenants import tenant_of
 from wire.answer_record import AnswerRecord
@@ -59,14 +59,21 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return await resume.give_the_rest(request, visit.known, is_stream=body.stream)
     facts, tokenizer = model.facts, model.tokenizer
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    encoded = iter(await tokenizer.encode(texts, facts.max_model_len) if texts else [])
+    encoded = iter(
+        await tokenizer.encode(
+            texts, facts.max_model_len, add_special_tokens=body.add_special_tokens
+        )
+        if texts
+        else []
+    )
     prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in body.prompt]
-    requests = _generation_requests(request, body, model, prompts, "prompt")
+    prompts = [truncated(prompt, body, facts) for prompt in prompts]
+    requests = await _generation_requests(request, body, model, prompts, "prompt")
     echoes = None
     if body.echo:
         echoes = [
-            given if isinstance(given, str) else _text_of(given, body, model)
-            for given in body.prompt
+            given if _is_whole(given, body) else _text_of(prompt, body, model)
+            for given, prompt in zip(body.prompt, prompts, strict=True)
         ]
     text = _text_options(body, requests, continues=True)
     rendering = replace(_rendering("completion", body, model, prompts), text=text, echoes=echoes)
@@ -86,7 +93,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,
     )
-    requests = _generation_requests(request, body, model, [prompt], "messages")
+    prompt = truncated(prompt, body, model.facts)
+    requests = await _generation_requests(request, body, model, [prompt], "messages")
     text = _text_options(body, requests, continues=body.continue_final_message)
     rendering = replace(_rendering("chat", body, model, [prompt]), text=text)
     return await _respond(request, _Job(body, model, visit, rendering, requests))
@@ -111,7 +119,7 @@ async def _read(request: web.Request, cls: type[B]) -> tuple[ServedModel, B]:
     return model, body
 
 
-def _generation_requests(
+async def _generation_requests(
     request: web.Request,
     body: GenerationBody,
     model: ServedModel,
@@ -130,10 +138,11 @@ def _generation_requests(
     deadline_ms = _header(request, _DEADLINE_HEADER, lowest=1)
     tenant = tenant_of(request)
     seeds: Iterator[int] = app[SEEDS]
+    bad_words = await _bad_words(body, model)
     requests = []
     for number, prompt in enumerate(prompts):
         check_prompt(prompt, model.facts, param if len(prompts) == 1 else f"{param}.{number}")
-        params = sampling_params(body, model.facts, len(prompt), next(seeds))
+        params = sampling_params(body, model.facts, len(prompt), next(seeds), bad_words)
         requests += [
             GenerationRequest(
                 prompt_token_ids=prompt,
@@ -159,6 +168,7 @@ def _text_options(
         skip_special_tokens=body.skip_special_tokens,
         terminal_ids=frozenset((*sampling.eos_token_ids, *sampling.stop_token_ids)),
         continues=continues,
+        min_tokens=sampling.min_tokens,
     )
 
 
@@ -198,6 +208,22 @@ def _header(request: web.Request, name: str, lowest: int) -> int | None:
         if lowest <= value < 2**63:
             return value
     raise invalid(f"the header {name} must be an integer from {lowest} to {2**63 - 1}", name)
+
+
+async def _bad_words(body: GenerationBody, model: ServedModel) -> list[list[int]]:
+    """Encode each word as it stands at the beginning of a text, and as it stands behind a space."""
+    words = [word.lstrip() or word for word in body.bad_words]
+    texts = [text for word in words for text in (word, f" {word}")]
+    if not texts:
+        return []
+    longest = model.facts.max_model_len
+    encoded = await model.tokenizer.encode(texts, longest, add_special_tokens=False)
+    return [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
+
+
+def _is_whole(given: str | list[int], body: CompletionBody) -> TypeGuard[str]:
+    """Whether an echo is the prompt as it was given."""
+    return isinstance(given, str) and body.truncate_prompt_tokens is None
 
 
 def _text_of(prompt: Sequence[int], body: GenerationBody, model: ServedModel) -> str:

@@ -17,7 +17,7 @@ import structlog
 log = structlog.get_logger()
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "n_ctx", "max_sequence_length")
-_NOT_APPLIED_YET = {"repetition_penalty": 1.0, "min_new_tokens": 0}
+_NOT_APPLIED = {"min_new_tokens": 0}
 
 
 class ModelFolderError(Exception):
@@ -32,6 +32,7 @@ class SamplingDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     max_tokens: int | None = None
 
 
@@ -105,6 +106,7 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
         ("top_p", "top_p", 0.0, 1.0),
         ("top_k", "top_k", 0, 2**31),
         ("min_p", "min_p", 0.0, 1.0),
+        ("repetition_penalty", "repetition_penalty", 0.01, 100.0),
         ("max_new_tokens", "max_tokens", 1, 2**31),
     ):
         value = generation.get(source)
@@ -117,7 +119,7 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
             log.warning("generation_default_unusable", name=source, value=value)
     if found.get("top_p") == 0.0:
         del found["top_p"]
-    for name, neutral in _NOT_APPLIED_YET.items():
+    for name, neutral in _NOT_APPLIED.items():
         if generation.get(name, neutral) not in (None, neutral):
             log.warning("generation_default_not_applied", name=name, value=generation[name])
     return SamplingDefaults(**found)

@@ -14,9 +14,10 @@ from typing import TypeVar
 from gateway.errors import invalid
 from gateway.model_facts import ModelFacts
 from gateway.openai import GenerationBody
-from wire.messages import SamplingParams
+from wire.messages import SamplingParams, token_ids
 
 MIN_TEMPERATURE = 0.01  # lower ones overflow the logits; 0 itself is greedy
+MAX_REPETITION_FACTOR = 1e6  # as is the lowest one's inverse; beyond, logits overflow
 SEED_BITS = 63
 
 T = TypeVar("T")
@@ -29,7 +30,14 @@ def check_request(body: GenerationBody, facts: ModelFacts) -> None:
             f"n is {body.n}, but at temperature 0 all choices are the same: n must be 1", "n"
         )
     _check_ids(body.stop_token_ids, facts, "stop_token_ids")
+    _check_ids(list(body.logit_bias), facts, "logit_bias")
+    _check_ids(body.allowed_token_ids or (), facts, "allowed_token_ids")
     asked = body.asked_tokens
+    if asked is not None and body.min_tokens > asked:
+        raise invalid(
+            f"min_tokens is {body.min_tokens}, but at most {asked} tokens are asked for",
+            "min_tokens",
+        )
     if asked is not None and asked > facts.max_model_len:
         raise invalid(
             f"max_tokens is {asked}, but this model's context has {facts.max_model_len} tokens",
@@ -37,30 +45,54 @@ def check_request(body: GenerationBody, facts: ModelFacts) -> None:
         )
 
 
-def check_prompt(token_ids: Sequence[int], facts: ModelFacts, param: str) -> None:
+def check_prompt(prompt: Sequence[int], facts: ModelFacts, param: str) -> None:
     """Refuse a prompt that is empty, too long or not of this model. Raises ApiError."""
-    if not token_ids:
+    if not prompt:
         raise invalid(f"{param}: the prompt has no tokens; at least 1 is needed", param)
-    if len(token_ids) >= facts.max_model_len:
+    if len(prompt) >= facts.max_model_len:
         raise invalid(
-            f"{param}: the prompt has {len(token_ids)} tokens, but this model's context has "
+            f"{param}: the prompt has {len(prompt)} tokens, but this model's context has "
             f"{facts.max_model_len}, of which the prompt may take {facts.max_model_len - 1}",
             param,
             code="context_length_exceeded",
         )
-    _check_ids(token_ids, facts, param)
+    _check_ids(prompt, facts, param)
+
+
+def truncated(prompt: list[int], body: GenerationBody, facts: ModelFacts) -> list[int]:
+    """Cut a prompt as its request asks: its beginning goes, unless `truncation_side` says right.
+
+    -1 leaves as much as goes with the output that is asked for, one token at least.
+    """
+    size = body.truncate_prompt_tokens
+    if size is None:
+        return prompt
+    if size == -1:
+        size = facts.max_model_len - min(body.asked_tokens or 1, facts.max_model_len - 1)
+    if body.truncation_side == "right":
+        return prompt[:size]
+    return prompt[max(len(prompt) - size, 0) :]
 
 
 def sampling_params(
-    body: GenerationBody, facts: ModelFacts, num_prompt_tokens: int, seed: int
+    body: GenerationBody,
+    facts: ModelFacts,
+    num_prompt_tokens: int,
+    seed: int,
+    bad_words: Sequence[Sequence[int]] = (),
 ) -> SamplingParams:
-    """Fill in every default; `seed` is used where the request has none (-1 means none)."""
+    """Fill in every default; `seed` is used where the request has none (-1 means none).
+
+    `bad_words` are the request's, encoded.
+    """
     defaults = facts.defaults
     room = facts.max_model_len - num_prompt_tokens
     asked = body.asked_tokens if body.asked_tokens is not None else defaults.max_tokens
     given_seed = body.seed if body.seed not in (None, -1) else seed
+    max_tokens = room if asked is None else min(asked, room)
+    repetition_penalty = _given(body.repetition_penalty, defaults.repetition_penalty)
     params = SamplingParams(
-        max_tokens=room if asked is None else min(asked, room),
+        max_tokens=max_tokens,
         temperature=_temperature(body, facts),
         top_p=_given(body.top_p, defaults.top_p),
         top_k=_top_k(_given(body.top_k, defaults.top_k), facts),
@@ -68,6 +100,16 @@ def sampling_params(
         seed=_given(given_seed, seed) % 2**SEED_BITS,
         eos_token_ids=[] if body.ignore_eos else list(facts.eos_token_ids),
         stop_token_ids=sorted(set(body.stop_token_ids)),
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=min(
+            max(repetition_penalty, 1 / MAX_REPETITION_FACTOR), MAX_REPETITION_FACTOR
+        ),
+        bias_token_ids=token_ids(list(body.logit_bias)),
+        bias_values=list(body.logit_bias.values()),
+        allowed_token_ids=token_ids(sorted(set(body.allowed_token_ids or ()))),
+        bad_words=[token_ids(list(word)) for word in bad_words],
+        min_tokens=min(body.min_tokens, max_tokens),
     )
     if params.temperature == 0:
         return replace(params, top_p=1.0, top_k=0, min_p=0.0)
@@ -93,10 +135,10 @@ def _top_k(value: int, facts: ModelFacts) -> int:
     return 0 if value < 0 or value >= facts.vocab_size else value
 
 
-def _check_ids(token_ids: Sequence[int], facts: ModelFacts, param: str) -> None:
-    if token_ids and max(token_ids) >= facts.vocab_size:
+def _check_ids(ids: Sequence[int], facts: ModelFacts, param: str) -> None:
+    if ids and max(ids) >= facts.vocab_size:
         raise invalid(
-            f"{param}: {max(token_ids)} is no token of this model, whose ids are from 0 to "
+            f"{param}: {max(ids)} is no token of this model, whose ids are from 0 to "
             f"{facts.vocab_size - 1}",
             param,
         )

@@ -61,7 +61,9 @@ class Tokenizer:
         except Exception as error:  # the library raises bare ones, too
             raise ModelFolderError(f"the tokenizer cannot be read: {error}") from error
 
-    async def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+    async def encode(
+        self, texts: Sequence[str], max_tokens: int, *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Encode texts as prompts, with the tokens that the model's tokenizer puts around one.
 
         Raises ApiError if a text is too long for `max_tokens` at a glance, or too much waits.
@@ -70,7 +72,10 @@ class Tokenizer:
             self._check_length(len(text), max_tokens, "prompt")
 
         def job(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
-            return [tokenizer.encode(text, verbose=False) for text in texts]
+            return [
+                tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+                for text in texts
+            ]
 
         return await self._run(job)
 

@@ -9,6 +9,7 @@ A step that changes nothing costs a few operations on columns, whatever the numb
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.block_table import BlockTable, IntArray, ProtocolError
+from gpu_worker.logits_processor import LogitsProcessor
 from wire.messages import CachedRequestData, NewRequestData, RequestError, SchedulerOutput
 
 _NOT_DECODING = -1
@@ -86,6 +88,7 @@ class RequestStates:
         self.token_ids: list[IntArray] = [np.empty(0, dtype=np.int64)] * num_rows  # at arrival
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.sampling = SamplingColumns(num_rows)
+        self.logits_processor = LogitsProcessor(capacity.vocab_size)
         self.block_table = BlockTable(
             num_rows, capacity.max_blocks_per_request, capacity.num_blocks, capacity.block_size
         )
@@ -123,10 +126,14 @@ class RequestStates:
             query_lens.append(new.num_scheduled_tokens)
         return self._work(rows, query_lens, errors)
 
-    def advance(self, work: Work, sampled: Tensor) -> None:
-        """A step has run; `sampled` (N,) are the tokens of the rows that sample, in order."""
+    def advance(self, work: Work, sampled: Tensor, token_ids: Sequence[int]) -> None:
+        """A step has run; `sampled` (N,) are the tokens of the rows that sample, in order.
+
+        `token_ids` are the same, on the host.
+        """
         self.num_computed[work.rows] = work.seq_lens
         sampling = work.rows[work.samples]
+        self.logits_processor.note(sampling, token_ids)
         self.num_known[sampling] += 1
         self.last_token[torch.from_numpy(sampling).to(sampled.device)] = sampled
         joining = sampling[work.num_decodes :]
@@ -142,6 +149,7 @@ class RequestStates:
         if row is None:
             raise ProtocolError(f"request {req} ends here, but is not here")
         self.block_table.clear(row)
+        self.logits_processor.forget(row)
         self._free_rows.append(row)
         place = self._place[row]
         if place == _NOT_DECODING:
@@ -190,6 +198,10 @@ class RequestStates:
         self.num_known[row] = len(known)
         self.num_computed[row] = new.num_computed_tokens
         self.sampling.fill(row, new)
+        try:
+            self.logits_processor.add(row, new)
+        except ValueError as error:
+            errors.append(RequestError(new.req, str(error), "invalid"))
         self.block_table.append(row, new.block_ids)
         return row
 

@@ -58,11 +58,12 @@ class ModelRunner:
             return ModelRunnerOutput(step.epoch, step.step_id)
         work = self._states.apply(step)
         sampled = self._run(work)
-        self._states.advance(work, sampled.token_ids)
+        sampled_ids = sampled.token_ids.tolist()
+        self._states.advance(work, sampled.token_ids, sampled_ids)
         return ModelRunnerOutput(
             epoch=step.epoch,
             step_id=step.step_id,
-            sampled_token_ids=token_ids(sampled.token_ids.tolist()),
+            sampled_token_ids=token_ids(sampled_ids),
             errors=work.errors + self._errors(work, sampled),
             device_us=round((time.perf_counter() - started) * 1e6),
         )
@@ -94,7 +95,7 @@ class ModelRunner:
         states, sampling = self._states, work.rows[work.samples]
         output_index = states.num_known[sampling] - states.num_prompt[sampling]
         metadata = make_metadata(states.sampling, sampling, output_index, logits.device)
-        return sample(logits, metadata)
+        return sample(states.logits_processor.apply(logits, sampling), metadata)
 
     def _forward(self, batch: InputBatch) -> Tensor:
         self._backend.begin_step(
@@ -109,5 +110,11 @@ class ModelRunner:
     def _errors(self, work: Work, sampled: SamplerOutput) -> list[RequestError]:
         if bool(sampled.is_finite.all()):
             return []
+        states = self._states
         sick = work.rows[work.samples][~sampled.is_finite.cpu().numpy()]
-        return [RequestError(self._states.reqs[row], "its logits are not finite") for row in sick]
+        return [
+            RequestError(states.reqs[row], "what it allows leaves no token", "invalid")
+            if states.logits_processor.has_rules(row)
+            else RequestError(states.reqs[row], "its logits are not finite")
+            for row in sick
+        ]

@@ -77,6 +77,14 @@ class SamplingParams:
     seed: int = 0
     eos_token_ids: list[int] = field(default_factory=list)  # empty with ignore_eos
     stop_token_ids: list[int] = field(default_factory=list)  # reported as the stop_reason
+    presence_penalty: float = 0.0  # of tokens that the output has
+    frequency_penalty: float = 0.0  # for each time that it has one
+    repetition_penalty: float = 1.0  # of tokens that prompt or output have
+    bias_token_ids: TokenIds = field(default_factory=token_ids)  # a column with `bias_values`
+    bias_values: list[float] = field(default_factory=list)
+    allowed_token_ids: TokenIds = field(default_factory=token_ids)  # empty: all
+    bad_words: list[TokenIds] = field(default_factory=list)  # sequences that the output never has
+    min_tokens: int = 0  # none of the ids that end it is sampled before
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +224,7 @@ class RequestError:
 
     req: int
     message: str
+    code: ErrorCode = "internal"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from wire.messages import (
     ErrorCode,
     FinishReason,
     ModelRunnerOutput,
+    RequestError,
     SchedulerOutput,
 )
 
@@ -196,7 +197,7 @@ class Scheduler:
             record.sampling, output.sampled_token_ids, strict=True
         )
         if output.errors:
-            failed = {error.req: error.message for error in output.errors}
+            failed = {error.req: error for error in output.errors}
             rows = [(request, token) for request, token in rows if not self._fail(request, failed)]
         self._book(lane, rows)
         return True
@@ -237,12 +238,12 @@ class Scheduler:
                 error_code="invalid",
             )
 
-    def _fail(self, request: Request, errors: dict[int, str]) -> bool:
-        message = errors.get(request.num)
-        if message is None:
+    def _fail(self, request: Request, errors: dict[int, RequestError]) -> bool:
+        error = errors.get(request.num)
+        if error is None:
             return False
         if request.status is not RequestStatus.FINISHED:
-            self._finish(request, "error", error=message, error_code="internal")
+            self._finish(request, "error", error=error.message, error_code=error.code)
         return True
 
     def _stop(self, request: Request, token: int) -> None:

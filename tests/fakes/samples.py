@@ -65,6 +65,14 @@ def every_message() -> list[Message]:
         seed=7,
         eos_token_ids=[2],
         stop_token_ids=[3, 4],
+        presence_penalty=0.1,
+        frequency_penalty=-0.2,
+        repetition_penalty=1.1,
+        bias_token_ids=token_ids([5, 6]),
+        bias_values=[0.5, -100.0],
+        allowed_token_ids=token_ids([5]),
+        bad_words=[token_ids([7, 8])],
+        min_tokens=3,
     )
     prompt, output = token_ids([1, 2, 3]), token_ids([4])
     return [
@@ -96,7 +104,9 @@ def every_message() -> list[Message]:
             is_fence=True,
             copies=[BlockCopies("in", [1, 2], [3, 4])],
         ),
-        ModelRunnerOutput(5, 1, output, [RequestError(9, "not finite")], 5000, "out of memory", 7),
+        ModelRunnerOutput(
+            5, 1, output, [RequestError(9, "no token", "invalid")], 5000, "out of memory", 7
+        ),
         EngineCoreOutputs(
             handles=output,
             starts=output,

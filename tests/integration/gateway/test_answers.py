@@ -68,6 +68,36 @@ async def test_the_engine_gets_the_whole_request(world: World) -> None:
     assert int(request.req_id, 16) >= 0
 
 
+async def test_the_engine_gets_words_as_tokens_and_rules_as_they_were_given(world: World) -> None:
+    await world.complete(
+        "hello world",
+        max_tokens=9,
+        presence_penalty=0.5,
+        logit_bias={"5": -100},
+        allowed_token_ids=[7, 5],
+        bad_words=["world", "你好"],
+        min_tokens=2,
+        truncate_prompt_tokens=1,
+        add_special_tokens=False,
+    )
+    [request] = world.engine.requests
+    sampling = request.sampling
+    assert list(request.prompt_token_ids) == ids_of("hello world")[-1:]
+    assert (sampling.presence_penalty, sampling.min_tokens) == (0.5, 2)
+    assert (list(sampling.bias_token_ids), sampling.bias_values) == ([5], [-100.0])
+    assert list(sampling.allowed_token_ids) == [5, 7]
+    words = {tuple(word) for word in sampling.bad_words}
+    texts = ("world", " world", "你好", " 你好")
+    assert words == {tuple(ids_of(text)) for text in texts}
+
+
+async def test_an_echo_of_a_prompt_that_was_cut_is_what_was_left(world: World) -> None:
+    _, body = await world.complete("say hello", echo=True, truncate_prompt_tokens=1, max_tokens=1)
+    last = TOKENIZER.decode(ids_of("say hello")[-1:])
+    first = TOKENIZER.decode(ids_of("hello world")[:1])
+    assert body["choices"][0]["text"] == last + first
+
+
 async def test_headers_win_over_the_body(world: World) -> None:
     body = {"prompt": "hello", "priority": 5, "deadline_ms": 1000}
     await world.post("/v1/completions", body, **{"X-Vllm-Priority": "-3"})

@@ -282,6 +282,22 @@ def test_a_stop_string_ends_a_sequence_at_the_token_that_completed_it(size: int)
     assert count_tokens_at_stop(ids, ["two t"], size) == ("one ", complete)
 
 
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_a_stop_string_counts_behind_the_tokens_that_there_must_be(size: int) -> None:
+    ids = byte_ids(BYTE_LEVEL, b"END ENDx ENDy")
+    for min_tokens, expected in ((0, ""), (1, "END "), (2, "END "), (5, "END ENDx "), (99, None)):
+        detokenizer = Detokenizer(
+            vocabulary_of(BYTE_LEVEL), TextOptions(stop=["END"], min_tokens=min_tokens)
+        )
+        text = ""
+        for start in range(0, len(ids), size):
+            delta = detokenizer.push(ids[start : start + size])
+            text += delta.text
+            if delta.stop is not None:
+                break
+        assert text == (expected if expected is not None else "END ENDx ENDy")
+
+
 def test_unfinished_bytes_can_complete_a_stop_string() -> None:
     detokenizer = Detokenizer(vocabulary_of(BYTE_LEVEL), TextOptions(stop=["a\ufffd"]))
     assert detokenizer.push(byte_ids(BYTE_LEVEL, b"ba\xf0")).text == "b"

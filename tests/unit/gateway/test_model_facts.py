@@ -45,8 +45,9 @@ def test_the_text_part_of_a_larger_model_is_found(tmp_path: Path) -> None:
 
 def test_sampling_defaults_are_taken_where_they_make_sense(tmp_path: Path) -> None:
     generation = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 40}
+    generation["repetition_penalty"] = 1.05
     found = read_facts(write(tmp_path, generation=generation)).defaults
-    assert found == SamplingDefaults(0.6, 0.9, 20, 0.0, 40)
+    assert found == SamplingDefaults(0.6, 0.9, 20, 0.0, 1.05, 40)
     nonsense = {"temperature": -1, "top_p": "high", "top_k": True, "min_p": 2, "max_new_tokens": 0}
     assert read_facts(write(tmp_path, generation=nonsense)).defaults == SamplingDefaults()
 

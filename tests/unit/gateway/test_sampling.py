@@ -11,7 +11,14 @@ import pytest
 from gateway.errors import ApiError
 from gateway.model_facts import ModelFacts, SamplingDefaults
 from gateway.openai import ChatBody, CompletionBody, parse
-from gateway.sampling import check_prompt, check_request, sampling_params, seeds, sibling
+from gateway.sampling import (
+    check_prompt,
+    check_request,
+    sampling_params,
+    seeds,
+    sibling,
+    truncated,
+)
 from wire.codec import encode
 from wire.messages import EngineCoreRequest, SamplingParams, token_ids
 
@@ -98,6 +105,62 @@ def test_drawn_seeds_repeat_with_a_seed_only() -> None:
     assert all(0 <= seed < 2**63 for seed in islice(seeds(None), 100))
 
 
+def test_every_option_reaches_the_worker() -> None:
+    found = sampling_params(
+        body(
+            presence_penalty=1,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.2,
+            logit_bias={"7": 3, "2": -100},
+            allowed_token_ids=[9, 3, 9],
+            min_tokens=4,
+        ),
+        FACTS,
+        10,
+        seed=1,
+        bad_words=[[5], [6, 7]],
+    )
+    assert (found.presence_penalty, found.frequency_penalty) == (1.0, -0.5)
+    assert found.repetition_penalty == 1.2
+    assert (found.bias_token_ids, found.bias_values) == (token_ids([7, 2]), [3.0, -100.0])
+    assert found.allowed_token_ids == token_ids([3, 9])
+    assert found.bad_words == [token_ids([5]), token_ids([6, 7])]
+    assert found.min_tokens == 4
+    assert encode(EngineCoreRequest("a", "g", 1, token_ids([1]), found))
+
+
+def test_a_repetition_penalty_is_kept_where_logits_stay_finite() -> None:
+    assert params(repetition_penalty=1e300).repetition_penalty == 1e6
+    assert params(repetition_penalty=1e-300).repetition_penalty == 1e-6
+    own = ModelFacts(1000, 100, (2,), SamplingDefaults(repetition_penalty=1.05))
+    assert params(own).repetition_penalty == 1.05
+    assert params(own, repetition_penalty=1).repetition_penalty == 1.0
+
+
+@pytest.mark.parametrize(
+    ("size", "side", "expected"),
+    [
+        (None, None, list(range(200))),
+        (3, None, [197, 198, 199]),
+        (3, "left", [197, 198, 199]),
+        (3, "right", [0, 1, 2]),
+        (0, None, []),
+        (500, None, list(range(200))),
+        (-1, None, list(range(200))[-84:]),  # of 100, with 16 of output
+        (-1, "right", list(range(84))),
+    ],
+)
+def test_a_prompt_is_cut_as_asked(size: int | None, side: str | None, expected: list[int]) -> None:
+    asked = body(truncate_prompt_tokens=size, truncation_side=side)
+    assert truncated(list(range(200)), asked, FACTS) == expected
+
+
+@pytest.mark.parametrize("asked", [1, 99, 100, 10**9])
+def test_a_prompt_that_is_cut_to_fit_does_fit(asked: int) -> None:
+    cut = truncated([1] * 500, body(truncate_prompt_tokens=-1, max_tokens=asked), FACTS)
+    check_prompt(cut, FACTS, "prompt")
+
+
 def refusal(**fields: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
         check_request(body(**fields), FACTS)
@@ -116,6 +179,19 @@ def test_stop_tokens_are_tokens_of_the_model() -> None:
     error = refusal(stop_token_ids=[1000])
     assert error.param == "stop_token_ids"
     assert "999" in error.message
+
+
+@pytest.mark.parametrize("fields", [{"logit_bias": {"1000": 1}}, {"allowed_token_ids": [5, 1000]}])
+def test_tokens_that_are_named_are_tokens_of_the_model(fields: dict[str, Any]) -> None:
+    error = refusal(**fields)
+    assert [error.param] == list(fields)
+    assert "999" in error.message
+
+
+def test_no_more_tokens_are_needed_than_are_allowed() -> None:
+    check_request(body(min_tokens=5, max_tokens=5), FACTS)
+    assert refusal(min_tokens=6, max_tokens=5).param == "min_tokens"
+    assert params(min_tokens=16, num_prompt=95).min_tokens == 5
 
 
 def test_more_tokens_than_the_context_are_refused_with_both_numbers() -> None:

@@ -1,0 +1,109 @@
+"""What every endpoint that generates takes: sampling, lengths, ends, and the stream."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from gateway.openai.body import Body, wrong
+from gateway.openai.fields import (
+    INT64_MAX,
+    MAX_TOKEN_IDS,
+    BadWords,
+    Int64,
+    LogitBias,
+    Stop,
+    TokenId,
+)
+
+MAX_CHOICES = 128
+
+NOTHING: tuple[Any, ...] = ()
+
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "guided_choice": NOTHING,
+    "guided_grammar": NOTHING,
+    "guided_json": NOTHING,
+    "guided_regex": NOTHING,
+    "kv_transfer_params": NOTHING,
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": NOTHING,
+    "prompt_logprobs": NOTHING,
+    "repetition_detection": NOTHING,
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": NOTHING,
+    "thinking_token_budget": (-1,),
+    "use_beam_search": (False,),
+    "vllm_xargs": ({},),
+}
+"""Fields that neither endpoint honours, with the values that ask for nothing."""
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationBody(Body):
+    """What both endpoints take."""
+
+    model: str | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    logit_bias: LogitBias = Field(default_factory=dict)
+    bad_words: BadWords = Field(default_factory=list)
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    seed: Int64 | None = None
+    stop: Stop = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=MAX_TOKEN_IDS)
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    priority: Int64 = 0
+    deadline_ms: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")] | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise wrong("only allowed together with `stream`: true", "stream_options")
+        return self
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """Tokens to generate at most; None leaves it to the model."""
+        return self.max_completion_tokens
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage."""
+        return self.wants_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
