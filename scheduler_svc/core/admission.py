@@ -7,75 +7,87 @@ it best; one that fits nowhere now gets a worker where it waits for room, and no
 from __future__ import annotations
 
 from scheduler_svc.core.displacement import victims_for
-from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.outputs import Started
 from scheduler_svc.core.placement import (
-    RUNNING_COST_TOKENS,
+    Fleet,
     Place,
-    best_place,
     could_ever_fit,
     has_open_seat,
-    load_of,
+    place_on,
     roomiest,
     shortage_of,
 )
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.request import Request
 
-MAX_EFFORT = 4096
-"""When one step stops looking along the line: about microseconds, counted by what it looked at."""
+MAX_LOOKS = 128
+"""Requests of the line that one step looks at, whether it admits them or not."""
+
+MAX_HOLD_S = 0.5
+"""How long a request is kept for a worker that does not come for it."""
 
 
 class Admission:
-    """One walk along the line, for the worker of `plan`."""
+    """One walk along the line, for the worker of `plan`.
 
-    def __init__(self, plan: Plan) -> None:
+    `promised`: those that were kept for this worker since its last step.
+    """
+
+    def __init__(self, plan: Plan, promised: list[Request]) -> None:
         self._plan = plan
         self._state = plan.state
         self._lane = plan.lane
-        self._closed: set[str] = set()  # workers where somebody ahead waits for room
-        self._loads: dict[str, int] = {}  # by worker, in tokens, with what was left for it
-        self._effort = 0
+        self._promised = {request.num for request in promised}
+        self._bound = {lane.bound: lane for lane in plan.state.lanes.values() if lane.bound}
+        self._num_looks = 0
 
     def run(self) -> None:
         """Let all start that may, as far as budget, seats and blocks go."""
         waiting = self._state.waiting
+        self._recall_late_promises()
         if not self._is_open():
             return
+        if not waiting:
+            self._take_over_swapped()
+            return
+        lanes = [one for one in self._state.lanes.values() if not one.is_late]
+        self._fleet = Fleet(self._lane, lanes, self._state.config)
         for request in waiting.walk():
             if not self._consider(request) or not self._is_open():
                 return
-        if not waiting:
-            self._take_over_swapped()
 
     def _is_open(self) -> bool:
         """Whether to look at the line at all: it is long, and a full worker takes nobody."""
-        if self._plan.budget <= 0 or self._effort >= MAX_EFFORT:
+        if self._plan.budget <= 0 or self._num_looks >= MAX_LOOKS:
             return False
         if self._state.policy.preempts or len(self._state.tenants) > 1:
             return True  # a seat may be made
         return has_open_seat(self._lane, self._state.config)
 
+    def _recall_late_promises(self) -> None:
+        """Nobody waits long for a worker whose step takes its time: others may have them again."""
+        for worker in self._state.waiting.late(self._plan.now - MAX_HOLD_S):
+            self._state.waiting.redeem(worker)
+            self._state.lanes[worker].is_late = True
+
     def _consider(self, request: Request) -> bool:
-        """Admit a request or leave it; False if nobody behind it may pass."""
+        """Admit a request, or leave it; False if nobody behind it may pass."""
         lane, config = self._lane, self._state.config
-        self._effort += 2
+        self._num_looks += 1
         if not self._is_ready(request):
             # Its last result is on its way: nobody takes its room on this worker meanwhile.
             return request.worker != lane.worker
-        if self._is_left_for_another(request):
-            return True
-        bound = next((one for one in self._state.lanes.values() if one.bound is request), None)
-        place = self._find_place(request, bound)
-        if place is None and lane.worker not in self._closed and self._make_way_for(request):
-            place = best_place(request, [lane], config, {})
+        place = self._find_place(request)
+        if place is None and self._make_way_for(request):
+            place = place_on(request, lane, config)
         if place is None:
-            return self._bind(request, bound)
+            return self._bind(request)
         if self._waits_for_prefix(request, place):
             return True
         if place.lane is lane:
             return self._admit(request, place)
-        self._leave_for(request, place)
+        self._state.waiting.promise(request, place.lane.worker, self._plan.now)
+        self._fleet.give(place)
         return True
 
     def _is_ready(self, request: Request) -> bool:
@@ -87,74 +99,51 @@ class Admission:
 
     # ------------------------------------------------------------ where to
 
-    def _find_place(self, request: Request, bound: Lane | None) -> Place | None:
-        """Judge every worker for a request; for one that waits for room already, only this one."""
+    def _find_place(self, request: Request) -> Place | None:
+        """Judge every worker for a request, or only this one if it is here as promised.
+
+        One that waits for room on some worker already does not wait for another, but may start
+        here if it can.
+        """
         lane, config = self._lane, self._state.config
-        self._effort += 32
+        bound = self._bound.get(request)
         if bound is None:
-            lanes = [one for one in self._state.lanes.values() if one.worker not in self._closed]
-            self._effort += 2 * len(lanes)
-            return best_place(request, lanes, config, self._loads)
-        if lane.worker in self._closed or (bound is lane and lane.is_short()):
+            place = place_on(request, lane, config) if request.num in self._promised else None
+            return place or self._fleet.best_place(request)
+        if bound is lane and lane.is_short():
             return None
-        place = best_place(request, [lane], config, {})
+        place = place_on(request, lane, config)
         if bound is lane and place is None:
             lane.shortage = shortage_of(request, lane, config)
         return place
 
-    def _is_left_for_another(self, request: Request) -> bool:
-        """Whether another worker was found better and has not made a step since.
-
-        So a request is judged once a step of the worker that it is left for, and not once a step
-        of every worker.
-        """
-        if request.left_for is None:
-            return False
-        worker, step, cost = request.left_for
-        other = self._state.lanes.get(worker)
-        if other is None or other is self._lane or other.next_step != step:
-            return False
-        if worker in self._closed:
-            return False
-        self._burden(other, cost)
-        return True
-
-    def _leave_for(self, request: Request, place: Place) -> None:
-        worker, cost = place.lane.worker, place.num_missing_tokens + RUNNING_COST_TOKENS
-        request.left_for = (worker, place.lane.next_step, cost)
-        self._burden(place.lane, cost)
-
-    def _burden(self, lane: Lane, cost: int) -> None:
-        """Count what is left for a worker as if it had it already."""
-        loads, worker = self._loads, lane.worker
-        loads[worker] = (loads[worker] if worker in loads else load_of(lane)) + cost
-
-    def _bind(self, request: Request, bound: Lane | None) -> bool:
+    def _bind(self, request: Request) -> bool:
         """Let a request that fits nowhere now wait for room on one worker, where nobody passes it.
 
         One that no registered worker could ever hold waits aside, and holds nobody up.
         """
-        lanes = self._state.lanes.values()
-        if not any(could_ever_fit(request, lane) for lane in lanes):
-            return True
+        bound = self._bound.get(request)
         if bound is None:
+            lanes = self._state.lanes.values()
+            if not any(could_ever_fit(request, lane) for lane in lanes):
+                return True
             bound = roomiest(request, lanes)
             if bound is None:
                 return False
             bound.bound, bound.shortage = request, None
-        self._closed.add(bound.worker)
+            self._bound[request] = bound
+        self._fleet.close(bound)
         return bound is not self._lane
 
     def _waits_for_prefix(self, request: Request, place: Place) -> bool:
         """Whether the next block it needs is one that a running prompt is about to compute."""
-        missing = place.lane.kv.first_miss(request, len(place.hits))
-        if missing is None:
+        kv, prefilling = place.lane.kv, place.lane.prefilling
+        if not len(prefilling):
             return False
-        for other in place.lane.prefilling:
-            index = other.num_published_blocks
-            if index < len(other.block_hashes) and other.block_hashes[index] == missing:
-                return True
-        return False
+        missing = kv.first_miss(request, len(place.hits))
+        return missing is not None and any(
+            kv.first_miss(other, other.num_published_blocks) == missing for other in prefilling
+        )
 
     # ------------------------------------------------------------ in
 
@@ -170,7 +159,8 @@ class Admission:
             return False
         self._state.waiting.remove(request)
         self._state.tenants.admitted(request.tenant)
-        self._state.unbind(request)
+        if self._bound.pop(request, None) is not None:
+            self._state.unbind(request)
         self._refund(request, hit_tokens)
         request.num_computed_tokens = hit_tokens
         request.max_num_tokens = min(
@@ -178,7 +168,8 @@ class Admission:
         )
         self._note_start(request, hit_tokens)
         plan.join(request, n)
-        self._loads.pop(lane.worker, None)  # it is more now
+        self._fleet.give(place)
+        self._fleet.look_again(lane)
         return True
 
     def _refund(self, request: Request, hit_tokens: int) -> None:
@@ -212,6 +203,7 @@ class Admission:
             return False
         for victim in victims:
             self._plan.preempt(victim)
+        self._fleet.look_again(lane)
         return True
 
     def _is_least_urgent(self, victim: Request) -> bool:
@@ -231,7 +223,7 @@ class Admission:
             request = other.swapped[0]
             if not self._is_ready(request) or other.kv.pool.num_free >= len(request.cpu_block_ids):
                 continue
-            if best_place(request, [self._lane], self._state.config, {}) is not None:
+            if place_on(request, self._lane, self._state.config) is not None:
                 other.drop_copies(request)
                 self._state.waiting.push(request)
                 return

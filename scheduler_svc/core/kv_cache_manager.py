@@ -12,6 +12,8 @@ A request's tokens over its block table, with `block_size` 4:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scheduler_svc.core.block_pool import BlockPool, block_hash, root_hash
 from scheduler_svc.core.request import Request
 
@@ -57,13 +59,12 @@ class KVCacheManager:
         request.num_published_blocks += len(hits)
         return added
 
-    def grow(self, request: Request) -> int | None:
-        """Append one block; None if there is none. The short way for a request that decodes."""
-        if self.pool.num_free == 0:
-            return None
-        (block,) = self.pool.take(1)
-        request.block_ids.append(block)
-        return block
+    def grow(self, requests: list[Request]) -> list[int]:
+        """Append one block to each. The caller has made sure that there are enough."""
+        blocks = self.pool.take(len(requests))
+        for request, block in zip(requests, blocks, strict=True):
+            request.block_ids.append(block)
+        return blocks
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
         """Let others hit the full blocks among tokens [0, num_computed_tokens).
@@ -82,6 +83,12 @@ class KVCacheManager:
             self.pool.publish(request.block_ids[i], request.block_hashes[i])
         request.num_published_blocks = full
 
+    def publish_full(self, requests: Iterable[Request]) -> None:
+        """Let others hit all full blocks of requests that decode, the last known token aside."""
+        for request in requests:
+            if request.block_ids:
+                self.publish(request, request.num_tokens - 1)
+
     def free(self, request: Request) -> None:
         """Give all blocks of a request up."""
         self.pool.release(request.block_ids)
@@ -92,6 +99,7 @@ class KVCacheManager:
         """Name of the full block that it would have hit next; None if it hit all it could."""
         if not self._caching or num_hits >= (request.num_tokens - 1) // self.block_size:
             return None
+        self._extend_hashes(request, num_hits + 1)
         return request.block_hashes[num_hits]
 
     def blocks_for(self, num_tokens: int) -> int:

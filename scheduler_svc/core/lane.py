@@ -7,7 +7,8 @@ A request that decodes costs nothing per step. All of them run in every step, so
 to one is known when it joins:
 
 - it needs a block each time that its position is a multiple of the block size, which is whenever
-  the step has one certain remainder: `_growth[remainder]` holds the requests of that remainder;
+  the step has one certain remainder: `_growth[remainder]` holds the requests of that remainder.
+  The step before fills the block before;
 - unless it stops early, it ends at a step known in advance: `_leaving[step]`.
 """
 
@@ -80,6 +81,7 @@ class Lane:
         self.ending: dict[int, Request] = {}
         self.bound: Request | None = None  # waits for room here, and nobody passes it
         self.shortage: Shortage | None = None  # of `bound`
+        self.is_late = False  # it did not come in time for those that were promised to it
         self.next_step = last_step + 1
         self.last_answered_step = last_step
         self.in_flight: deque[StepRecord] = deque()
@@ -114,9 +116,18 @@ class Lane:
     # ------------------------------------------------------------ known in advance
 
     def due_for_a_block(self) -> list[Request]:
-        """Those that decode and need a new block for the next step, most urgent first."""
-        due = self._growth[self.next_step % self.capacity.block_size]
-        return sorted(due.values(), key=lambda request: request.order) if due else []
+        """Those that decode and need a new block for the next step."""
+        return list(self._growth[self.next_step % self.capacity.block_size].values())
+
+    def with_full_blocks(self, step_id: int) -> list[Request]:
+        """Those that decode and whose token of this step is the first behind a full block."""
+        return list(self._growth[(step_id + 1) % self.capacity.block_size].values())
+
+    def ending_with(self, step_id: int) -> list[Request]:
+        """Those whose last token, by their limit, is that of this step."""
+        leaving = self._leaving.get(step_id + 1)
+        ending = [one for one in self.ending.values() if one.leave_step == step_id + 1]
+        return [*ending, *leaving.values()] if leaving else ending
 
     def retire(self) -> None:
         """Take out those whose last token is on its way; they keep their blocks until it is in."""
@@ -151,6 +162,8 @@ class Lane:
 
     def finish(self, request: Request) -> None:
         """Let go of a request that has ended, wherever on this worker it is."""
+        if request.status in {RequestStatus.DECODING, RequestStatus.ENDING}:
+            self.kv.publish_full([request])
         if request.status is RequestStatus.ENDING:
             del self.ending[request.num]
         elif request.status is RequestStatus.SWAPPED:

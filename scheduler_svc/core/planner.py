@@ -30,12 +30,14 @@ class StepPlanner:
     def plan(self) -> SchedulerOutput | None:
         """Hand out the token budget. None if there is nothing to run and nothing to tell."""
         plan = self._plan
+        self._lane.is_late = False
+        promised = self._state.waiting.redeem(self._lane.worker)
         self._lane.retire()
         self._grow_decoding()
         self._advance_prefilling(is_capped=True)
         if not plan.has_preempted:
             if self._bring_back_swapped():
-                Admission(plan).run()
+                Admission(plan, promised).run()
             self._advance_prefilling(is_capped=False)
         return None if plan.is_empty else plan.dispatch()
 
@@ -43,12 +45,12 @@ class StepPlanner:
 
     def _grow_decoding(self) -> None:
         """All that decode run; those that cross into a new block get it, or somebody yields."""
-        for request in self._lane.due_for_a_block():
-            while request.status is RequestStatus.DECODING:  # until it yields itself
-                if (block := self._lane.kv.grow(request)) is not None:
-                    self._plan.grown[request.num] = block
-                    break
-                self._make_room()
+        kv = self._lane.kv
+        while kv.pool.num_free < len(due := self._lane.due_for_a_block()):
+            self._make_room()
+        if due:
+            reqs = [request.num for request in due]
+            self._plan.grown = dict(zip(reqs, kv.grow(due), strict=True))
 
     def _advance_prefilling(self, *, is_capped: bool) -> None:
         """Let running prompts catch up; not capped, they take what nobody else could use."""

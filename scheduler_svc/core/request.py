@@ -65,7 +65,7 @@ class Request:
     num_lone_losses: int = 0  # of those, while it ran alone
     num_tokens_at_loss: int = 0
     was_started: bool = False
-    left_for: tuple[str, int, int] | None = None  # worker, its next step then, cost in tokens
+    promised_to: str | None = None  # worker that may take it before others do
 
     block_ids: list[int] = field(default_factory=list)
     cpu_block_ids: list[int] = field(default_factory=list)  # while SWAPPED

@@ -65,6 +65,7 @@ class Scheduler:
         if lane is None:
             self.totals.num_ignored += 1
             return
+        self._state.waiting.redeem(worker)
         suspects = [] if is_orderly else list(lane.running)
         for request in lane.abandon():
             self.totals.num_preemptions += 1
@@ -199,12 +200,15 @@ class Scheduler:
         if output.errors:
             failed = {error.req: error for error in output.errors}
             rows = [(request, token) for request, token in rows if not self._fail(request, failed)]
-        self._book(lane, rows)
+        self._book(rows)
+        lane.kv.publish_full(lane.with_full_blocks(output.step_id))
+        for request in lane.ending_with(output.step_id):
+            self._finish(request, "length")
         return True
 
-    def _book(self, lane: Lane, rows: Iterable[tuple[Request, int]]) -> None:
+    def _book(self, rows: Iterable[tuple[Request, int]]) -> None:
         """Append one token each. The hot loop: nothing here that is not needed for every token."""
-        out, size = self._state.outputs, lane.capacity.block_size
+        out = self._state.outputs
         reqs, starts, tokens = out.reqs, out.starts, out.token_ids
         finished = RequestStatus.FINISHED
         before = len(reqs)
@@ -212,17 +216,12 @@ class Scheduler:
             if request.status is finished:
                 continue
             known = request.token_ids
-            known.append(token)
-            num_tokens = len(known)
             reqs.append(request.num)
-            starts.append(num_tokens - request.num_prompt_tokens - 1)
+            starts.append(len(known) - request.num_prompt_tokens)
             tokens.append(token)
-            if (num_tokens - 1) % size == 0 and request.block_ids:
-                lane.kv.publish(request, num_tokens - 1)
+            known.append(token)
             if token in request.stop_ids:
                 self._stop(request, token)
-            elif num_tokens >= request.max_num_tokens:
-                self._finish(request, "length")
         self.totals.num_generated_tokens += len(reqs) - before
 
     # ------------------------------------------------------------ ends

@@ -9,6 +9,9 @@ Owns who is next. Three rules, from the strongest:
 
 Looking for the next costs the logarithm of the number of tenants that wait, however many requests
 do.
+
+A request that another worker suits better than the one whose step is planned is *promised* to it:
+it leaves the line, so that nobody walks past it again, until that worker plans its next step.
 """
 
 from __future__ import annotations
@@ -64,6 +67,14 @@ class _Cursor:
             self.num_returning += 1
 
 
+@dataclass(slots=True)
+class _Promise:
+    """The requests that one worker may take in its next step before anybody else."""
+
+    since: float  # when the first of them was promised, in seconds
+    requests: RequestQueue = field(default_factory=RequestQueue)
+
+
 class WaitingLine:
     """Requests of all tenants, and who of them is next."""
 
@@ -73,39 +84,59 @@ class WaitingLine:
         self._credit = credit  # tokens; see `Tenants.line_up`
         self._system = RequestQueue()
         self._lines: dict[str, _TenantLine] = {}
+        self._promises: dict[str, _Promise] = {}  # by worker
         # (counter as it was, number of the entry, line). Counters mostly grow, so the top is put
         # right when it is looked at; an entry that is not the line's latest is void.
         self._heap: list[tuple[float, int, _TenantLine]] = []
         self._num_entries = 0
         self._num_in_lines = 0
+        self._num_promised = 0
 
     def __len__(self) -> int:
-        return len(self._system) + self._num_in_lines
+        return len(self._system) + self._num_in_lines + self._num_promised
 
     def __iter__(self) -> Iterator[Request]:
         yield from self._system
         for line in self._lines.values():
             yield from line.returning
             yield from line.fresh
+        for promise in self._promises.values():
+            yield from promise.requests
 
     # ------------------------------------------------------------ coming and going
 
     def push(self, request: Request) -> None:
         """Let a request wait."""
+        if not request.is_system and request.tenant.name not in self._lines:
+            self._tenants.line_up(request.tenant, self._credit)
+        request.promised_to = None
+        self._stand(request)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it stands."""
+        if request.promised_to is None:
+            self._step_out(request)
+            return
+        promise = self._promises[request.promised_to]
+        promise.requests.remove(request)
+        self._num_promised -= 1
+        if not len(promise.requests):
+            del self._promises[request.promised_to]
+        request.promised_to = None
+
+    def _stand(self, request: Request) -> None:
+        """Put a request at its place in the line."""
         if request.is_system:
             self._system.push(request)
             return
-        tenant = request.tenant
-        line = self._lines.get(tenant.name)
+        line = self._lines.get(request.tenant.name)
         if line is None:
-            self._tenants.line_up(tenant, self._credit)
-            line = self._lines[tenant.name] = _TenantLine(tenant)
+            line = self._lines[request.tenant.name] = _TenantLine(request.tenant)
             self._enter(line)
         (line.returning if request.was_started else line.fresh).push(request)
         self._num_in_lines += 1
 
-    def remove(self, request: Request) -> None:
-        """Take a request out, wherever it stands."""
+    def _step_out(self, request: Request) -> None:
         if request.is_system:
             self._system.remove(request)
             return
@@ -121,6 +152,32 @@ class WaitingLine:
         line = self._lines.get(tenant.name)
         if line is not None and line.entry > 0:
             self._enter(line)
+
+    # ------------------------------------------------------------ promised to a worker
+
+    def promise(self, request: Request, worker: str, now: float) -> None:
+        """Keep a request of the line for a worker, until that one plans its next step."""
+        self._step_out(request)
+        request.promised_to = worker
+        if worker not in self._promises:
+            self._promises[worker] = _Promise(now)
+        self._promises[worker].requests.push(request)
+        self._num_promised += 1
+
+    def redeem(self, worker: str) -> list[Request]:
+        """Put all that were promised to a worker back at their places; gives them."""
+        promise = self._promises.pop(worker, None)
+        if promise is None:
+            return []
+        self._num_promised -= len(promise.requests)
+        for request in promise.requests:
+            request.promised_to = None
+            self._stand(request)
+        return list(promise.requests)
+
+    def late(self, before: float) -> list[str]:
+        """Workers that have left a promise from before this time where it is."""
+        return [worker for worker, one in self._promises.items() if one.since < before]
 
     # ------------------------------------------------------------ who is next
 
