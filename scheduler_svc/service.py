@@ -17,11 +17,11 @@ import structlog
 
 from scheduler_svc import recovery
 from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.gateways import Gateways
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.live_config import LiveConfig, core_config
 from scheduler_svc.mirror import INTERVAL_S, Mirror
+from scheduler_svc.recording import check_record_file, new_scheduler
 from scheduler_svc.roster import Roster
 from scheduler_svc.statistics import Statistics
 from scheduler_svc.sweeper import Sweeper
@@ -48,6 +48,7 @@ BLOCK_MS = 100
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Lead the pool or stand by for it, until told to stop."""
+    check_record_file(settings.record_file)
     bus = await connect(settings, stopping)
     candidate = Candidate(bus, settings, stopping)
     try:
@@ -129,7 +130,7 @@ class Leader:
         self._owner = owner
         self._epoch = epoch
         self._clock_offset = server_ms / 1000 - time.monotonic()
-        self._scheduler = Scheduler(core_config(settings), epoch)
+        self._scheduler = new_scheduler(core_config(settings), epoch, settings.record_file)
         self._ledger = Ledger()
         self._statistics = Statistics(self._scheduler, epoch)
         self._mirror = Mirror(bus)
@@ -268,13 +269,16 @@ class Leader:
                 if req is not None:
                     self._scheduler.abort_request(req, control.reason, control.num_output_tokens)
             case ConfigChange():
-                self._ledger.note_config(self._live.apply(control, self._roster.links))
+                outcome = self._live.apply(control, self._roster.links)
+                self._ledger.note_config(outcome)
                 self._reconfigure()
+                if control.reset_prefix_cache and not outcome["refused"]:
+                    self._scheduler.reset_prefix_cache()
         self._ledger.control_done(entry)
 
     def _reconfigure(self) -> None:
         self._settings = self._live.settings
-        config = core_config(self._settings)
+        config = core_config(self._settings, self._live.version)
         if config != self._scheduler.config:
             self._scheduler.reconfigure(config)
             log.info("reconfigured", version=self._live.version)
