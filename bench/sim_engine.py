@@ -67,12 +67,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """One step: when it ended, how long it took, and whose tokens it computed."""
+    """One step: when it ended, how long it took, and how far each tenant got in it."""
 
     worker: str
     end: float
     seconds: float
-    tokens: dict[str, int]  # by tenant
+    usage: float  # share of the worker's blocks that were held when it was sent
+    tokens: dict[str, int]  # by tenant; without those that were computed before and lost since
 
 
 @dataclass(slots=True)
@@ -85,10 +86,17 @@ class Simulation:
     """A pool; `run` puts jobs through it."""
 
     def __init__(
-        self, config: SchedulerConfig, model: WorkerModel, *, workers: int = 1, depth: int = 2
+        self,
+        config: SchedulerConfig,
+        model: WorkerModel,
+        *,
+        workers: int = 1,
+        depth: int = 2,
+        knows_tenants: bool = True,
     ) -> None:
         self.scheduler = Scheduler(config, epoch=1)
         self.model, self.depth = model, depth
+        self._knows_tenants = knows_tenants  # else all requests are one tenant's to the core
         self.outcomes: dict[int, Outcome] = {}
         self.services: list[Service] = []
         self.waiting: list[tuple[float, Counter[str]]] = []  # at each result: who waits, by tenant
@@ -97,15 +105,22 @@ class Simulation:
         self._events: list[tuple[float, int, str]] = []  # (time, serial, worker with a result)
         self._serial = 0
         self._waiting: Counter[str] = Counter()
+        self._unanswered: Counter[str] = Counter()  # requests without a first token, by tenant
+        self._furthest: Counter[int] = Counter()  # tokens of each request that were ever computed
         self._sampled: Counter[int] = Counter()  # output tokens of each request, reported or not
         capacity = WorkerCapacity(model.num_blocks, model.block_size, model.max_model_len)
         for name in self._workers:
             self.scheduler.add_worker(name, capacity)
 
-    def run(self, jobs: list[Job], until: float = float("inf")) -> list[Outcome]:
-        """Let the jobs arrive and time pass, until all have ended or time is up."""
+    def run(
+        self, jobs: list[Job], until: float = float("inf"), watched: str | None = None
+    ) -> list[Outcome]:
+        """Let the jobs arrive and time pass, until all have ended or time is up.
+
+        With a tenant to watch, until all of that tenant's have their first token.
+        """
         coming = deque(jobs)
-        while coming or self._events:
+        while coming or (self._events and (watched is None or self._unanswered[watched])):
             arrival = coming[0].at if coming else float("inf")
             result = self._events[0][0] if self._events else float("inf")
             self.now = min(arrival, result)
@@ -128,6 +143,7 @@ class Simulation:
         stream = job.stream
         self.outcomes[num] = Outcome(job)
         self._waiting[stream.tenant] += 1
+        self._unanswered[stream.tenant] += 1
         request = EngineCoreRequest(
             req_id=str(num),
             gateway="g",
@@ -136,7 +152,7 @@ class Simulation:
             sampling=SamplingParams(max_tokens=job.max_tokens, eos_token_ids=[END]),
             priority=stream.priority,
             deadline_ms=stream.deadline_ms,
-            tenant=stream.tenant,
+            tenant=stream.tenant if self._knows_tenants else "everybody",
             weight=stream.weight,
         )
         self.scheduler.add_request(num, request, job.at)
@@ -151,20 +167,23 @@ class Simulation:
         if step is None:
             return False
         record = lane.in_flight[-1]
-        ran = record.sampling[: step.num_decodes]
-        num_context = sum(lane.num_computed_tokens(request) for request in ran)
-        tokens: Counter[str] = Counter(request.tenant.name for request in ran)
+        computed = {request.num: 1 for request in record.sampling[: step.num_decodes]}
         cached = step.cached_reqs
-        listed = list(zip(cached.reqs, cached.num_scheduled_tokens, strict=True))
-        decoding = {request.num for request in ran}
-        for num, n in [*listed, *((new.req, new.num_scheduled_tokens) for new in step.new_reqs)]:
-            if num not in decoding:
-                request = self.scheduler.requests[num]
-                tokens[request.tenant.name] += n
-                num_context += n * request.num_computed_tokens
-        seconds = self.model.step_s(tokens.total(), num_context)
+        computed.update(zip(cached.reqs, cached.num_scheduled_tokens, strict=True))
+        computed.update((new.req, new.num_scheduled_tokens) for new in step.new_reqs)
+        num_context = 0
+        progress: Counter[str] = Counter()
+        for num, n in computed.items():
+            end = lane.num_computed_tokens(self.scheduler.requests[num])
+            num_context += n * (end - n)
+            progress[self.outcomes[num].job.stream.tenant] += max(
+                0, min(n, end - self._furthest[num])
+            )
+            self._furthest[num] = max(self._furthest[num], end)
+        seconds = self.model.step_s(sum(computed.values()), num_context)
         worker.free_at = max(self.now, worker.free_at) + seconds
-        self.services.append(Service(name, worker.free_at, seconds, dict(tokens)))
+        usage = 1 - lane.kv.pool.num_free / lane.kv.pool.num_blocks
+        self.services.append(Service(name, worker.free_at, seconds, usage, dict(progress)))
         answer = token_ids([self._next_token(request) for request in record.sampling])
         micros = round(seconds * 1e6)
         worker.flight.append(ModelRunnerOutput(step.epoch, step.step_id, answer, device_us=micros))
@@ -183,10 +202,14 @@ class Simulation:
             outcome = self.outcomes[started.req]
             outcome.started, outcome.num_cached_tokens = self.now, started.num_cached_tokens
             self._waiting[outcome.job.stream.tenant] -= 1
-        for num in outputs.reqs:
+        for num, start in zip(outputs.reqs, outputs.starts, strict=True):
             self.outcomes[num].token_times.append(self.now)
+            if start == 0:
+                self._unanswered[self.outcomes[num].job.stream.tenant] -= 1
         for finished in outputs.finished:
             outcome = self.outcomes[finished.req]
             outcome.finished = finished
             if outcome.started is None:
                 self._waiting[outcome.job.stream.tenant] -= 1
+            if not outcome.token_times:
+                self._unanswered[outcome.job.stream.tenant] -= 1

@@ -32,18 +32,16 @@ async def show_config(request: web.Request) -> web.Response:
 async def change_config(request: web.Request) -> web.Response:
     """`PATCH /admin/config`: change some settings of the scheduler, all of them or none."""
     check_admin(request)
-    bus = request.app[BUS]
     asked = _asked(await request.read())
     change = ConfigChange(secrets.token_hex(8), list(asked), list(asked.values()))
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            await patiently(partial(bus.reconfigure, change))
-            config = await _outcome(bus, change.change_id)
-    except TimeoutError:
-        raise unavailable("no scheduler has answered yet; see GET /admin/config later") from None
-    if config["refused"]:
-        raise invalid(config["refused"])
-    return _answer(config)
+    return _answer(await _ask(request.app[BUS], change))
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """`POST /admin/reset_prefix_cache`: no later request hits a block that is cached now."""
+    check_admin(request)
+    change = ConfigChange(secrets.token_hex(8), [], [], reset_prefix_cache=True)
+    return _answer(await _ask(request.app[BUS], change))
 
 
 async def drain(request: web.Request) -> web.Response:
@@ -71,6 +69,19 @@ def _text(name: str, value: Any) -> str:
     if isinstance(value, str | int | float):
         return str(value)
     raise invalid(f"{name}: must be a string, a number or a bool", name)
+
+
+async def _ask(bus: Bus, change: ConfigChange) -> dict[str, str]:
+    """Send a change to the scheduler, and wait for what becomes of it. Raises ApiError."""
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await patiently(partial(bus.reconfigure, change))
+            config = await _outcome(bus, change.change_id)
+    except TimeoutError:
+        raise unavailable("no scheduler has answered yet; see GET /admin/config later") from None
+    if config["refused"]:
+        raise invalid(config["refused"])
+    return config
 
 
 async def _outcome(bus: Bus, change_id: str) -> dict[str, str]:

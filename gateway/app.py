@@ -80,6 +80,7 @@ def create_app(
             web.get("/admin/config", admin.show_config),
             web.patch("/admin/config", admin.change_config),
             web.post("/admin/drain", admin.drain),
+            web.post("/admin/reset_prefix_cache", admin.reset_prefix_cache),
         ]
     )
     return app

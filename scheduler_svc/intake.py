@@ -86,8 +86,11 @@ class Intake:
                 if req is not None:
                     self._scheduler.abort_request(req, control.reason, control.num_output_tokens)
             case ConfigChange():
-                self._ledger.note_config(self._live.apply(control, self._links()))
+                outcome = self._live.apply(control, self._links())
+                self._ledger.note_config(outcome)
                 self._reconfigure()
+                if control.reset_prefix_cache and not outcome["refused"]:
+                    self._scheduler.reset_prefix_cache()
         self._ledger.control_done(entry)
 
     # ------------------------------------------------------------ inside
@@ -112,7 +115,7 @@ class Intake:
         self._ledger.follow(req, resume, output)
 
     def _reconfigure(self) -> None:
-        config = core_config(self._live.settings)
+        config = core_config(self._live.settings, self._live.version)
         if config != self._scheduler.config:
             self._scheduler.reconfigure(config)
             log.info("reconfigured", version=self._live.version)

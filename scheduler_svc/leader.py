@@ -16,12 +16,12 @@ from scheduler_svc import recovery
 from scheduler_svc.caution import Caution, EpochOverError
 from scheduler_svc.commits import Commits
 from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.gateways import Gateways
 from scheduler_svc.intake import Intake
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.live_config import LiveConfig, core_config
 from scheduler_svc.mirror import INTERVAL_S, Mirror
+from scheduler_svc.recording import new_scheduler
 from scheduler_svc.roster import Roster
 from scheduler_svc.statistics import Statistics
 from scheduler_svc.sweeper import Sweeper
@@ -53,7 +53,7 @@ class Leader:
         self._owner = owner
         self._epoch = epoch
         self._clock_offset = server_ms / 1000 - time.monotonic()
-        self._scheduler = Scheduler(core_config(settings), epoch)
+        self._scheduler = new_scheduler(core_config(settings), epoch, settings.record_file)
         self._ledger = Ledger()
         self._statistics = Statistics(self._scheduler, epoch)
         self._mirror = Mirror(bus)

@@ -46,7 +46,7 @@ class LiveConfig:
             self.settings = self._checked(asked, workers)
         except SettingsError as error:
             return {**answer, "refused": str(error)}
-        self.version += 1
+        self.version += bool(asked)
         return {**answer, "version": self.version, **asked}
 
     def _checked(self, asked: dict[str, str], workers: Iterable[WorkerLink]) -> Settings:
@@ -65,7 +65,7 @@ class LiveConfig:
         return settings
 
 
-def core_config(settings: Settings) -> SchedulerConfig:
+def core_config(settings: Settings, version: int = 0) -> SchedulerConfig:
     """The part of the settings that the core works with."""
     return SchedulerConfig(
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -83,4 +83,5 @@ def core_config(settings: Settings) -> SchedulerConfig:
         preemption_mode=settings.preemption_mode,
         preemption_victim=settings.preemption_victim,
         max_worker_losses=settings.max_worker_losses,
+        version=version,
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
 from scheduler_svc.core.outputs import Outputs
 from scheduler_svc.core.scheduler import Scheduler
 from wire import codec
+from wire.config import SettingsError
 from wire.messages import EngineCoreRequest, FinishReason, ModelRunnerOutput, SchedulerOutput
 
 FORMAT = 1
@@ -39,16 +41,30 @@ log = structlog.get_logger()
 def new_scheduler(config: SchedulerConfig, epoch: int, record_file: Path | None) -> Scheduler:
     """Make the scheduler of an epoch; it records to `<record_file>.<epoch>` if there is a name.
 
-    Raises OSError if that file cannot be written.
+    When that file cannot be made, it is logged, and nothing is recorded.
     """
     if record_file is None:
         return Scheduler(config, epoch)
     path = record_file.with_name(f"{record_file.name}.{epoch}")
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        log.error("recording_failed", file=str(path), error=str(error))
+        return Scheduler(config, epoch)
     log.warning("recording_calls", file=str(path), why="RECORD_FILE is set; prompts are in it")
-    file = path.open("w", encoding="utf-8")
     recorder = Recorder(config, epoch, file)
     weakref.finalize(recorder, file.close)
     return recorder
+
+
+def check_record_file(record_file: Path | None) -> None:
+    """Raise SettingsError unless a recording can be written there."""
+    if record_file is None:
+        return
+    if not record_file.name or not os.access(record_file.absolute().parent, os.W_OK | os.X_OK):
+        raise SettingsError(
+            f"RECORD_FILE={record_file}: must be a file in a folder that can be written to"
+        )
 
 
 class Recorder(Scheduler):

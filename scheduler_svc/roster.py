@@ -127,6 +127,7 @@ class Roster:
                 continue
             try:
                 link = WorkerLink.of(name, fields, time.monotonic())
+                self._scheduler.check_capacity(link.capacity)
             except (KeyError, ValueError) as error:
                 self._refused.add(process)
                 log.error("worker_refused", worker=process, error=repr(error))

@@ -13,6 +13,7 @@ import structlog
 
 from scheduler_svc.caution import EpochOverError
 from scheduler_svc.leader import Leader
+from scheduler_svc.recording import check_record_file
 from wire.bus import Bus, BusDownError, FencedError, retrying
 from wire.config import Settings, new_incarnation, process_id
 from wire.service import connect, heartbeat
@@ -22,6 +23,7 @@ log = structlog.get_logger()
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Lead the pool or stand by for it, until told to stop."""
+    check_record_file(settings.record_file)
     bus = await connect(settings, stopping)
     candidate = Candidate(bus, settings, stopping)
     try:

@@ -143,6 +143,7 @@ class ConfigChange:
     change_id: str
     names: list[str]  # as in the settings
     values: list[str]
+    reset_prefix_cache: bool = False  # beside: no later request hits a block that is cached now
 
 
 # ---------------------------------------------------------------- scheduler -> worker
@@ -213,6 +214,7 @@ class SchedulerOutput:
     preempted_reqs: list[int] = field(default_factory=list)
     is_fence: bool = False
     copies: list[BlockCopies] = field(default_factory=list)
+    config_version: int = 0  # of the live settings that it was planned with; for people
 
 
 # ---------------------------------------------------------------- worker -> scheduler

@@ -33,6 +33,7 @@ class SchedulerConfig:
     preemption_mode: PreemptionMode = "recompute"
     preemption_victim: VictimRule = "newest"
     max_worker_losses: int = 3  # a request that alone was running at so many is ended
+    version: int = 0  # of these settings; every step names the one it was planned with
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:

@@ -3,8 +3,8 @@
 Owns the judgement, holds no state. Two claims are good for somebody else's place:
 
 - the policy's: the request is strictly more urgent;
-- the tenant's: it was served less than the other, by more than half of what a step can compute,
-  and holds less of the worker. Both must still be true after the exchange, so that no two tenants
+- the tenant's: it was served less than the other, by more than a quarter of what a step can
+  compute, and holds less of the worker. Both must still be true after the exchange, so that no two tenants
   ever take each other's places in turn.
 
 The counters say who is next, but nobody is next while one who came before holds all seats for
@@ -35,7 +35,7 @@ def victims_for(
     running = lane.running
     if len(running) == 0 or request.is_suspect or not could_ever_fit(request, lane):
         return []
-    margin = config.max_num_batched_tokens / 2
+    margin = config.max_num_batched_tokens / 4
     is_urgent = policy.may_preempt(request, running[-1])
     if not is_urgent and not _is_owed(request.tenant, lane, margin):
         return []

@@ -116,6 +116,7 @@ class Plan:
             finished_reqs=lane.finished,
             preempted_reqs=lane.preempted,
             copies=[one for one in self.copies if one.cpu_blocks],
+            config_version=self.state.config.version,
         )
         lane.finished, lane.preempted = [], []
         for tenant, count in lane.decoding_of.items():

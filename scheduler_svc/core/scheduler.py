@@ -43,8 +43,12 @@ class Scheduler:
     # ------------------------------------------------------------ workers
 
     def add_worker(self, worker: str, capacity: WorkerCapacity, last_step: int = 0) -> None:
-        """Register a worker with an empty cache; its steps are numbered from `last_step` + 1."""
+        """Register a worker with an empty cache; its steps are numbered from `last_step` + 1.
+
+        ValueError if the pool cannot use it: see `check_capacity`.
+        """
         config = self.config
+        self.check_capacity(capacity)
         if not config.enable_chunked_prefill:
             longest = min(capacity.max_model_len, config.max_num_batched_tokens)
             capacity = WorkerCapacity(
@@ -55,6 +59,18 @@ class Scheduler:
         self._longest = max(self._longest, capacity.max_num_tokens)
         for request in list(self._state.waiting):
             self._refuse_if_too_long(request)
+
+    def check_capacity(self, capacity: WorkerCapacity) -> None:
+        """Raise ValueError if a worker cut its memory otherwise than those that are here.
+
+        Blocks are named by their content once for the whole pool.
+        """
+        for lane in self._state.lanes.values():
+            if lane.capacity.block_size != capacity.block_size:
+                raise ValueError(
+                    f"block_size ({capacity.block_size}) must be that of the other workers "
+                    f"({lane.capacity.block_size})"
+                )
 
     def remove_worker(self, worker: str, *, is_orderly: bool = False) -> None:
         """A worker is lost, with its cache: all that ran on it waits again, in its old place.

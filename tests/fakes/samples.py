@@ -92,7 +92,7 @@ def every_message() -> list[Message]:
         ),
         AbortRequest("r", "stop", 3),
         ResumeRequest("r", "g.1", 1, 3, 4),
-        ConfigChange("c", ["WATERMARK"], ["0.1"]),
+        ConfigChange("c", ["WATERMARK"], ["0.1"], reset_prefix_cache=True),
         SchedulerOutput(
             epoch=5,
             step_id=1,
@@ -103,6 +103,7 @@ def every_message() -> list[Message]:
             preempted_reqs=[11],
             is_fence=True,
             copies=[BlockCopies("in", [1, 2], [3, 4])],
+            config_version=3,
         ),
         ModelRunnerOutput(
             5, 1, output, [RequestError(9, "no token", "invalid")], 5000, "out of memory", 7

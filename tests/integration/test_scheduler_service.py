@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
-from scheduler_svc import gateways
+from scheduler_svc import gateways, replay
 from scheduler_svc.service import serve
 from tests.fakes.oracle_worker import VOCAB, OracleWorker
 from tests.fakes.paged_oracle import generate
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.stream_client import Stream, StreamClient
 from wire.bus import Bus
-from wire.config import Settings, load
-from wire.messages import ConfigChange
+from wire.codec import decode_as
+from wire.config import Settings, SettingsError, load
+from wire.messages import ConfigChange, SchedulerOutput
 
 pytestmark = pytest.mark.redis
 
@@ -351,7 +354,7 @@ async def test_limits_and_policy_change_while_it_runs(settings: Settings, bus: B
         return await bus.config()
 
     async with (
-        OracleWorker(settings).running(),
+        OracleWorker(settings).running() as worker,
         StreamClient(settings).running() as client,
         asyncio.timeout(PATIENCE_S),
     ):
@@ -365,8 +368,52 @@ async def test_limits_and_policy_change_while_it_runs(settings: Settings, bus: B
             assert refused["version"] == "1"
             assert "cannot change" in (await change("BLOCK_SIZE", "32"))["refused"]
             assert "registered at most 256" in (await change("MAX_NUM_SEQS", "500"))["refused"]
+            (last,) = await bus.newest(bus.keys.steps(worker.process), 1)
+            assert decode_as(SchedulerOutput, last.body).config_version == 1
         async with scheduler(settings):  # a later leader goes on with it
             assert (await change("MAX_NUM_SEQS", "100"))["version"] == "2"
             assert (await bus.config())["SCHEDULING_POLICY"] == "priority"
             await stream.finished()
             assert stream.tokens == want(stream)
+
+
+async def test_a_worker_with_other_blocks_is_refused_and_the_rest_goes_on(
+    settings: Settings,
+) -> None:
+    other = OracleWorker(settings, "other", block_size=32)
+    async with pool(settings) as client, other.running(), asyncio.timeout(PATIENCE_S):
+        for i in range(4):
+            stream = await client.submit([i] * 20, 20)
+            await stream.finished()
+            assert stream.tokens == want(stream)
+        assert other.num_steps == 0
+
+
+# ---------------------------------------------------------------- recordings
+
+
+async def test_a_recorded_service_replays_bit_for_bit(
+    make_settings: Callable[..., Settings], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = make_settings(record_file=tmp_path / "calls")
+    async with pool(settings, 12, 5) as client, asyncio.timeout(PATIENCE_S):
+        streams = [await client.submit([i] * 30, 60, tenant="ab"[i % 2]) for i in range(8)]
+        await streams[0].has_tokens(2)
+        await client.abort(streams[0])
+        for stream in streams:
+            await stream.finished()
+    gc.collect()  # the leader is gone, and its file is closed
+    (recording,) = tmp_path.glob("calls.*")
+    assert replay.main([str(recording)]) == 0
+    said = capsys.readouterr().out
+    assert "every decision is the recorded one" in said
+    assert " 0 preemptions" not in said
+    assert int(said.split(" tokens")[0].split()[-1]) >= 7 * 60
+
+
+async def test_a_recording_that_cannot_be_written_is_a_bad_setting(
+    make_settings: Callable[..., Settings], tmp_path: Path
+) -> None:
+    settings = make_settings(record_file=tmp_path / "no" / "calls")
+    with pytest.raises(SettingsError, match="RECORD_FILE"):
+        await serve(settings, asyncio.Event())

@@ -44,6 +44,19 @@ async def test_settings_change_together_or_not_at_all(settings: Settings) -> Non
         assert (status, body["settings"]["RESERVE_FULL_PROMPT"]) == (200, "false")
 
 
+async def test_the_prefix_cache_is_reset_on_demand(settings: Settings) -> None:
+    body = {"prompt": list(range(40)), "max_tokens": 1}
+    hits = []
+    async with make_pool(settings) as pool:
+        for is_reset in (False, False, True):
+            if is_reset:
+                async with pool.http.post(pool.urls[0] + "/admin/reset_prefix_cache") as response:
+                    assert await response.json() == {"version": 0, "settings": {}}
+            assert (await pool.post(body))[0] == 200
+            hits.append(int((await pool.bus.stats())["prefix_cache_hits_total"]))
+    assert hits == [0, 32, 32]
+
+
 @pytest.mark.parametrize("body", [[], {}, "x", {"MAX_NUM_SEQS": None}, {"MAX_NUM_SEQS": [1]}])
 async def test_what_is_no_settings_is_refused(settings: Settings, body: Any) -> None:
     async with gateways(settings) as pool:
