@@ -29,6 +29,10 @@ class BlockTable:
         """Empty a row."""
         self.lengths[row] = 0
 
+    def blocks(self, row: int) -> list[int]:
+        """The blocks of a row, in order."""
+        return [int(block) for block in self._table[row, : self.lengths[row]]]
+
     def append(self, row: int, block_ids: list[int]) -> None:
         """Add blocks to the end of a row. Raises ProtocolError if they cannot be right."""
         if not block_ids:

@@ -9,7 +9,7 @@ A step that changes nothing costs a few operations on columns, whatever the numb
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,15 @@ from torch import Tensor
 
 from gpu_worker.block_table import BlockTable, IntArray, ProtocolError
 from gpu_worker.logits_processor import LogitsProcessor
-from wire.messages import CachedRequestData, NewRequestData, RequestError, SchedulerOutput
+from wire.messages import (
+    CachedRequestData,
+    HeldRequest,
+    NewRequestData,
+    RequestError,
+    SchedulerOutput,
+    crc_of,
+    token_ids,
+)
 
 _NOT_DECODING = -1
 
@@ -94,6 +102,8 @@ class RequestStates:
         )
         self._capacity = capacity
         self._row_of: dict[int, int] = {}
+        self._sampled: list[list[int]] = [[] for _ in range(num_rows)]  # since arrival
+        self._sick: set[int] = set()
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._decode_batch: IntArray = np.zeros(num_rows, dtype=np.int64)  # rows, in order
         self._num_decodes = 0
@@ -106,6 +116,26 @@ class RequestStates:
         """Hold no request any more."""
         for req in list(self._row_of):
             self._forget(req)
+
+    def distrust(self, reqs: Iterable[int]) -> None:
+        """What the cache holds of these requests may be wrong."""
+        self._sick.update(reqs)
+
+    def held(self) -> list[HeldRequest]:
+        """Everything that is here and can be trusted, in the words of the protocol."""
+        return [
+            HeldRequest(
+                req=req,
+                prompt_crc=crc_of(token_ids(self.token_ids[row][: self.num_prompt[row]].tolist())),
+                num_computed_tokens=int(self.num_computed[row]),
+                output_token_ids=token_ids(
+                    [*self.token_ids[row][self.num_prompt[row] :].tolist(), *self._sampled[row]]
+                ),
+                block_ids=token_ids(self.block_table.blocks(row)),
+            )
+            for req, row in self._row_of.items()
+            if req not in self._sick
+        ]
 
     def apply(self, step: SchedulerOutput) -> Work:
         """Change the rows as a step says; what it runs.
@@ -134,6 +164,8 @@ class RequestStates:
         self.num_computed[work.rows] = work.seq_lens
         sampling = work.rows[work.samples]
         self.logits_processor.note(sampling, token_ids)
+        for row, token in zip(sampling.tolist(), token_ids, strict=True):
+            self._sampled[row].append(token)
         self.num_known[sampling] += 1
         self.last_token[torch.from_numpy(sampling).to(sampled.device)] = sampled
         joining = sampling[work.num_decodes :]
@@ -150,6 +182,8 @@ class RequestStates:
             raise ProtocolError(f"request {req} ends here, but is not here")
         self.block_table.clear(row)
         self.logits_processor.forget(row)
+        self._sampled[row].clear()
+        self._sick.discard(req)
         self._free_rows.append(row)
         place = self._place[row]
         if place == _NOT_DECODING:

@@ -51,20 +51,23 @@ class ModelRunner:
         started = time.perf_counter()
         if step.epoch < self.epoch:
             return None
+        held = self._states.held() if step.is_fence else []
         if step.epoch > self.epoch or step.is_fence:
             self._states.forget_all()
             self.epoch = step.epoch
         if step.is_fence:
-            return ModelRunnerOutput(step.epoch, step.step_id)
+            return ModelRunnerOutput(step.epoch, step.step_id, held=held)
         work = self._states.apply(step)
         sampled = self._run(work)
         sampled_ids = sampled.token_ids.tolist()
         self._states.advance(work, sampled.token_ids, sampled_ids)
+        errors = work.errors + self._errors(work, sampled)
+        self._states.distrust(error.req for error in errors)
         return ModelRunnerOutput(
             epoch=step.epoch,
             step_id=step.step_id,
             sampled_token_ids=token_ids(sampled_ids),
-            errors=work.errors + self._errors(work, sampled),
+            errors=errors,
             device_us=round((time.perf_counter() - started) * 1e6),
         )
 

@@ -2,7 +2,7 @@
 
 Every leader begins by taking in what is in flight. If one entry kills it, the next one would die
 in the same place, and nobody would be served again. So starts that did not get through are counted
-in Redis. After one of those the next start takes the entries in one at a time, each marked before
+in Redis. After two of those the next start takes the entries in one at a time, each marked before
 it is touched, until a step with it has gone out. What was marked at a death is taken in last the
 next time, and not at all after a second death on it: it ends with an error, and stands in `dead`.
 
@@ -29,7 +29,12 @@ from wire.keys import entry_id
 
 log = structlog.get_logger()
 
+MAX_UNFINISHED = 2
+"""Starts in a row, this one included, that may take all in at once."""
+
 MAX_DEATHS = 2
+"""Careful starts that may die on one entry."""
+
 REASON = "the scheduler died on this request"
 
 
@@ -60,7 +65,7 @@ class Caution:
         if self._deaths[suspect] >= MAX_DEATHS:
             await self._set_aside(suspect, found, starts.get("reason") or REASON)
         in_flight = sorted(found.in_flight, key=lambda one: entry_id(one.req) == suspect)
-        if int(starts["unfinished"]) > 1:
+        if int(starts["unfinished"]) > MAX_UNFINISHED:
             log.warning("careful_start", unfinished=starts["unfinished"], suspect=suspect)
             self._one_by_one.extend(in_flight)
             return

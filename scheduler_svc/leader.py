@@ -194,6 +194,8 @@ class Leader:
         except WireError as error:
             self._roster.lose(process, f"its result cannot be read: {error}")
             return
+        if self._roster.is_fence_answer(process, result):
+            return
         self._statistics.device_us += result.device_us
         if not self._scheduler.update_from_output(process, result):
             self._roster.lose(process, result.failed or "its result does not fit the step")
@@ -202,6 +204,8 @@ class Leader:
         """Send the steps first: they keep the devices busy. What was decided is committed after."""
         lanes, most = self._scheduler.lanes, self._intake.settings.steps_in_flight
         self._is_gathering = False
+        if self._roster.is_settling:
+            return
         for process in list(lanes):  # any of which may be lost while a step is being sent
             if process in lanes and self._gathers(lanes[process]):
                 self._is_gathering = True

@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -31,7 +31,13 @@ from scheduler_svc.core.outputs import Outputs
 from scheduler_svc.core.scheduler import Scheduler
 from wire import codec
 from wire.config import SettingsError
-from wire.messages import EngineCoreRequest, FinishReason, ModelRunnerOutput, SchedulerOutput
+from wire.messages import (
+    EngineCoreRequest,
+    FinishReason,
+    HeldRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+)
 
 FORMAT = 1
 
@@ -83,6 +89,13 @@ class Recorder(Scheduler):
     def add_worker(self, worker: str, capacity: WorkerCapacity, last_step: int = 0) -> None:
         self._call("add_worker", worker, asdict(capacity), last_step)
         super().add_worker(worker, capacity, last_step)
+
+    def adopt(self, worker: str, held: Iterable[HeldRequest]) -> int:
+        answer = ModelRunnerOutput(0, 0, held=list(held))
+        self._call("adopt", worker, text_of(answer))
+        num_tokens = super().adopt(worker, answer.held)
+        self._decided(num_tokens)
+        return num_tokens
 
     def remove_worker(self, worker: str, *, is_orderly: bool = False) -> None:
         self._call("remove_worker", worker, is_orderly)
@@ -168,7 +181,7 @@ class Recorder(Scheduler):
         self._file = None
 
 
-Decision = SchedulerOutput | Outputs | dict[str, float] | bool | None
+Decision = SchedulerOutput | Outputs | dict[str, float] | bool | int | None
 """What a verb may return."""
 
 

@@ -139,10 +139,17 @@ def _update(scheduler: Scheduler, worker: str, text: str) -> bool:
     return scheduler.update_from_output(worker, output)
 
 
+def _adopt(scheduler: Scheduler, worker: str, text: str) -> int:
+    answer = message_of(text)
+    assert isinstance(answer, ModelRunnerOutput)
+    return scheduler.adopt(worker, answer.held)
+
+
 _VERBS: dict[str, Callable[..., Decision]] = {
     "add_worker": lambda core, worker, capacity, last_step: core.add_worker(
         worker, WorkerCapacity(**capacity), last_step
     ),
+    "adopt": _adopt,
     "remove_worker": lambda core, worker, is_orderly: core.remove_worker(
         worker, is_orderly=is_orderly
     ),

@@ -17,14 +17,17 @@ from scheduler_svc.mirror import Mirror
 from scheduler_svc.worker_link import STREAM_TTL_S, WorkerLink, process_of
 from wire.bus import Bus, BusDownError, FencedError, Reader
 from wire.config import Settings
-from wire.keys import step_entry_id
-from wire.messages import SchedulerOutput
+from wire.keys import id_before
+from wire.messages import ModelRunnerOutput, SchedulerOutput
 from wire.service import HEARTBEAT_S
 
 log = structlog.get_logger()
 
 FieldsOf = dict[str, dict[str, str]]
 """What each worker's heartbeat says, by the worker's name; nothing if it is silent."""
+
+NOBODY = ""
+"""Is awaited until the first look is over."""
 
 GAP_S = 3 * HEARTBEAT_S
 """Time between two looks from which on it was this process, or Redis, that did not move."""
@@ -47,6 +50,8 @@ class Roster:
         self._lost: list[WorkerLink] = []  # whose streams are still as if they lived
         self._refused: set[str] = set()
         self._last_look = time.monotonic()
+        self._unheard = {NOBODY}  # of the first look, those whose answer is awaited
+        self._settled_by = self._last_look + settings.worker_timeout_s
 
     @property
     def names(self) -> dict[str, str]:
@@ -82,18 +87,22 @@ class Roster:
         self._note_look()
         await self._judge(fields_of)
         await self._welcome(fields_of)
+        self._unheard.discard(NOBODY)
 
     def lose(self, process: str, reason: str, *, is_orderly: bool = False) -> None:
         """Give a worker up; what ran on it waits for another, or for its return."""
         link = self._links.pop(process, None)
         if link is None:
             return
+        self._unheard.discard(process)
         results = self._bus.keys.results(process)
         del self._by_results[results], self._reader.cursors[results]
-        link.last_step = self._scheduler.lanes[process].next_step - 1
+        if process in self._scheduler.lanes:
+            link.last_step = self._scheduler.lanes[process].next_step - 1
         self._given_up[process] = link
         self._lost.append(link)
-        self._scheduler.remove_worker(process, is_orderly=is_orderly)
+        if process in self._scheduler.lanes:
+            self._scheduler.remove_worker(process, is_orderly=is_orderly)
         log.warning("worker_lost", worker=process, reason=reason)
 
     async def _judge(self, fields_of: FieldsOf) -> None:
@@ -141,7 +150,7 @@ class Roster:
                 del self._given_up[process]  # it left, or begins a new life
 
     async def _take(self, link: WorkerLink) -> None:
-        """Fence the worker off from whatever it did before, and schedule on it."""
+        """Fence the worker off from whatever it did before; it is used once it has answered."""
         process, epoch, keys = link.process, self._scheduler.epoch, self._bus.keys
         fence = SchedulerOutput(epoch, link.last_step, is_fence=True)
         try:
@@ -151,12 +160,45 @@ class Roster:
         await self._bus.write(
             [("PERSIST", key) for key in (keys.steps(process), keys.results(process))]
         )
-        self._reader.cursors[keys.results(process)] = step_entry_id(epoch, link.last_step)
+        self._reader.cursors[keys.results(process)] = id_before(epoch, link.last_step)
         self._by_results[keys.results(process)] = process
         self._given_up.pop(process, None)
+        link.is_fenced = True
+        if NOBODY in self._unheard:
+            self._unheard.add(process)
         self._links[process] = link
+
+    def is_fence_answer(self, process: str, result: ModelRunnerOutput) -> bool:
+        """Use the worker from now on if this answers its fence, and what it says that it holds."""
+        link = self._links[process]
+        if not link.is_fenced or (result.epoch, result.step_id) != (
+            self._scheduler.epoch,
+            link.last_step,
+        ):
+            return False
+        if result.failed is not None:
+            self.lose(process, result.failed)
+            return True
+        link.is_fenced = False
+        self._unheard.discard(process)
         self._scheduler.add_worker(process, link.capacity, link.last_step)
-        log.info("worker_added", worker=process, num_blocks=link.capacity.num_blocks)
+        num_tokens = self._scheduler.adopt(process, result.held)
+        log.info(
+            "worker_added",
+            worker=process,
+            num_blocks=link.capacity.num_blocks,
+            requests_held=len(result.held),
+            tokens_adopted=num_tokens,
+        )
+        return True
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether the workers that were there at first may still say what they hold.
+
+        Until then no step goes out, so that requests go back to where their blocks are.
+        """
+        return bool(self._unheard) and time.monotonic() < self._settled_by
 
     async def _lay_out(self, link: WorkerLink) -> None:
         """Let what a lost incarnation leaves behind fade, unless it comes back."""

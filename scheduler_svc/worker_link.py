@@ -26,6 +26,7 @@ class WorkerLink:
     beats: str
     beats_changed: float
     last_step: int = 0  # last step that was sent when it was given up, or the fence
+    is_fenced: bool = False  # and has not answered yet
 
     @classmethod
     def of(cls, name: str, fields: Mapping[str, str], now: float) -> WorkerLink:

@@ -38,6 +38,11 @@ def step_entry_id(epoch: int, number: int) -> str:
     return f"{epoch}-{number}"
 
 
+def id_before(epoch: int, number: int) -> str:
+    """Cursor from which a reader sees the entry of this step, and none before it."""
+    return f"{epoch}-{number - 1}" if number else f"{epoch - 1}-{2**64 - 1}"
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The keys of one pool."""

@@ -202,7 +202,7 @@ class SchedulerOutput:
     `num_decodes` is the size of the decode batch in 3, for the worker to check.
 
     A *fence* runs nothing: it opens an epoch (with `step_id` 0), or takes a worker back that was
-    given up, and the worker forgets every request that it holds. It is answered like any step.
+    given up. The worker answers with what it holds, and forgets all of it.
     """
 
     epoch: int
@@ -230,6 +230,21 @@ class RequestError:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldRequest:
+    """What a worker held of a request when a fence made it forget: keys and values that are good.
+
+    They are those of tokens [0, num_computed_tokens) of the prompt and `output_token_ids`, and lie
+    in `block_ids`, until some step writes there.
+    """
+
+    req: int
+    prompt_crc: int
+    num_computed_tokens: int
+    output_token_ids: TokenIds
+    block_ids: TokenIds
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """What one step sampled, in the order that `SchedulerOutput` defines.
 
@@ -243,6 +258,7 @@ class ModelRunnerOutput:
     device_us: int = 0  # time the device spent on the step, in microseconds
     failed: str | None = None
     copy_us: int = 0  # of that, time spent on `copies`
+    held: list[HeldRequest] = field(default_factory=list)  # in answer to a fence
 
 
 # ---------------------------------------------------------------- scheduler -> gateway, token log

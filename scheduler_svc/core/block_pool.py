@@ -109,6 +109,15 @@ class BlockPool:
             self._block_with[content] = block
             self._hashes[block] = content
 
+    def keep(self, block: int, content: bytes) -> None:
+        """Cache a free block that holds this content from an earlier time."""
+        if self._ref_counts[block] or self._hashes[block] is not None:
+            return
+        self.publish(block, content)
+        if self._hashes[block] is not None:
+            self._unlink(block)
+            self._link_after(self._prev[self.num_blocks], block)
+
     def content_of(self, block: int) -> bytes | None:
         """Name of a block's content, if it can be found by it."""
         return self._hashes[block]

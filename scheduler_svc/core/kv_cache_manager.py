@@ -12,7 +12,7 @@ A request's tokens over its block table, with `block_size` 4:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from scheduler_svc.core.block_pool import BlockPool, block_hash, root_hash
 from scheduler_svc.core.request import Request
@@ -88,6 +88,19 @@ class KVCacheManager:
         for request in requests:
             if request.block_ids:
                 self.publish(request, request.num_tokens - 1)
+
+    def keep(self, request: Request, block_ids: Sequence[int], num_tokens: int) -> int:
+        """Let the request hit blocks that hold its tokens [0, num_tokens) from an earlier time.
+
+        Nobody holds any of them. Returns the number of tokens in full blocks.
+        """
+        full = min(max(0, num_tokens) // self.block_size, len(block_ids))
+        if not self._caching or not all(0 <= b < self.pool.num_blocks for b in block_ids[:full]):
+            return 0
+        self._extend_hashes(request, full)
+        for i in reversed(range(full)):
+            self.pool.keep(block_ids[i], request.block_hashes[i])
+        return full * self.block_size
 
     def free(self, request: Request) -> None:
         """Give all blocks of a request up."""

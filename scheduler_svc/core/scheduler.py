@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
+from itertools import takewhile
 
 from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
 from scheduler_svc.core.kv_cache_manager import KVCacheManager
@@ -23,9 +24,11 @@ from wire.messages import (
     EngineCoreRequest,
     ErrorCode,
     FinishReason,
+    HeldRequest,
     ModelRunnerOutput,
     RequestError,
     SchedulerOutput,
+    crc_of,
 )
 
 MIN_RATED_TOKENS = 64
@@ -71,6 +74,23 @@ class Scheduler:
                     f"block_size ({capacity.block_size}) must be that of the other workers "
                     f"({lane.capacity.block_size})"
                 )
+
+    def adopt(self, worker: str, held: Iterable[HeldRequest]) -> int:
+        """Let requests hit what a worker, just added, still holds of them from an earlier epoch.
+
+        Counts only as far as the worker's tokens are those that were committed. Returns the number
+        of tokens that need not be computed again.
+        """
+        lane, num_tokens = self._state.lanes[worker], 0
+        for one in held:
+            request = self._state.requests.get(one.req)
+            if request is None or crc_of(request.prompt_token_ids) != one.prompt_crc:
+                continue
+            pairs = zip(request.output_token_ids, one.output_token_ids, strict=False)
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            known = min(one.num_computed_tokens, request.num_prompt_tokens + same)
+            num_tokens += lane.kv.keep(request, one.block_ids, known)
+        return num_tokens
 
     def remove_worker(self, worker: str, *, is_orderly: bool = False) -> None:
         """A worker is lost, with its cache: all that ran on it waits again, in its old place.

@@ -12,10 +12,12 @@ from zlib import crc32
 
 from wire.messages import (
     BlockCopies,
+    HeldRequest,
     ModelRunnerOutput,
     NewRequestData,
     SamplingParams,
     SchedulerOutput,
+    crc_of,
     token_ids,
 )
 
@@ -81,9 +83,7 @@ class PagedOracle:
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
         if step.is_fence:
-            self.rows.clear()
-            self.decode_batch.clear()
-            self.epoch = step.epoch
+            return self._answer_fence(step)
         assert step.epoch == self.epoch, "an epoch begins with a fence"
         for req in [*step.finished_reqs, *step.preempted_reqs]:
             self._forget(req)
@@ -94,6 +94,22 @@ class PagedOracle:
             self._write(self.rows[req], n)
         sampled = [token for req, n in work if (token := self._advance(req, n)) is not None]
         return ModelRunnerOutput(step.epoch, step.step_id, token_ids(sampled), device_us=1)
+
+    def _answer_fence(self, fence: SchedulerOutput) -> ModelRunnerOutput:
+        held = [
+            HeldRequest(
+                req,
+                crc_of(token_ids(row.tokens[: row.num_prompt_tokens])),
+                row.num_computed,
+                token_ids(row.tokens[row.num_prompt_tokens :]),
+                token_ids(row.block_ids),
+            )
+            for req, row in self.rows.items()
+        ]
+        self.rows.clear()
+        self.decode_batch.clear()
+        self.epoch = fence.epoch
+        return ModelRunnerOutput(fence.epoch, fence.step_id, device_us=1, held=held)
 
     def _copy(self, copies: BlockCopies) -> None:
         size = self.block_size

@@ -17,6 +17,7 @@ from tests.fakes import paged_oracle
 from wire import codec
 from wire.messages import (
     EngineCoreRequest,
+    HeldRequest,
     ModelRunnerOutput,
     SamplingParams,
     SchedulerOutput,
@@ -67,6 +68,7 @@ class World:
         self.steps: list[SchedulerOutput] = []
         self.now = 0.0
         self.num_losses = 0
+        self.num_adopted_tokens = 0
         self._names = iter(f"w{i}" for i in range(10**9))
         for _ in range(workers):
             self.add_worker()
@@ -161,13 +163,17 @@ class World:
         served = self.scheduler.served
         self.scheduler = self.new_scheduler(self.config, self.scheduler.epoch + 1)
         self.scheduler.restore_served(served)
+        held: dict[str, list[HeldRequest]] = {}
         for name, worker in self.workers.items():
             worker.flight.clear()  # results of the old epoch are ignored
-            worker.oracle.execute(SchedulerOutput(self.scheduler.epoch, 0, is_fence=True))
+            fence = SchedulerOutput(self.scheduler.epoch, 0, is_fence=True)
+            held[name] = worker.oracle.execute(fence).held
             self.scheduler.add_worker(name, self.capacity)
         for sequence in self.sequences.values():
             if sequence.finished is None:
                 self._submit(sequence)
+        for name in self.workers:
+            self.num_adopted_tokens += self.scheduler.adopt(name, held[name])
         self._settle()
 
     def finish_everything(self, max_rounds: int = 5000) -> None:

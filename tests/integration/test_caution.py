@@ -86,11 +86,11 @@ async def reasons(bus: Bus) -> list[str]:
     return [one.fields["reason"].decode() for one in await bus.newest(bus.keys.dead(), 10)]
 
 
-@pytest.mark.parametrize(("error", "num_deaths"), [(ValueError, 1), (Death, 4)])
+@pytest.mark.parametrize(("error", "num_deaths"), [(ValueError, 1), (Death, 5)])
 async def test_a_request_that_the_scheduler_dies_on_is_set_aside(
     error: type[BaseException], num_deaths: int, core_that: Any, settings: Settings, bus: Bus
 ) -> None:
-    """Caught, one failure is enough. Else: as it arrives, at a start, and twice at careful ones."""
+    """Caught, one failure is enough. Else: on arrival, at two starts, at two careful ones."""
     raised = core_that(error)
     async with (
         supervised(settings),
@@ -159,7 +159,7 @@ async def test_wishes_wait_until_a_careful_start_has_taken_all_in(
     """An abort that was read before its request would be forgotten."""
     request = EngineCoreRequest("r", "g.1", 1, token_ids([1]), SamplingParams(max_tokens=4000))
     await bus.submit([request], 10, 60)
-    for _ in range(2):
+    for _ in range(3):
         await bus.note_start()
     async with supervised(settings), asyncio.timeout(PATIENCE_S):
         await bus.abort(AbortRequest("r"))

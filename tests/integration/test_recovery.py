@@ -277,7 +277,7 @@ async def test_a_leader_that_did_not_look_for_a_while_blames_nobody(
     for seconds in (0.0, 30.0, 0.6, 0.6, 0.6):
         clock.now += seconds
         await leader._roster.look()
-        workers.append(len(leader._scheduler.lanes))
+        workers.append(len(leader._roster.links))
     assert workers == [1, 1, 1, 1, 0]
     await leader.close()
 
