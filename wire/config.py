@@ -15,11 +15,12 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import parse_qs, urlsplit
 
 from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from wire import address
 
 PREFIX = "PAGESTREAM_"
 
@@ -90,7 +91,9 @@ class Settings(BaseSettings):
         description="One model with its scheduler and workers; part of every Redis key.",
     )
     redis_url: str = Field(
-        "redis://127.0.0.1:6379/0", description="`redis://`, `rediss://` or `unix://` address."
+        "redis://127.0.0.1:6379/0",
+        description="`redis://`, `rediss://`, `unix://` or "
+        "`redis+sentinel://host,host/service` address.",
     )
     redis_password_file: Path | None = Field(None, description="File that holds the password.")
     worker_id: str | None = Field(
@@ -202,18 +205,7 @@ class Settings(BaseSettings):
     @field_validator("redis_url")
     @classmethod
     def _usable_address(cls, value: str) -> str:
-        if not value.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("must start with redis://, rediss:// or unix://")
-        parts = urlsplit(value)
-        if parts.scheme == "unix" and not parts.path:
-            raise ValueError("must name the socket: unix:///path/redis.sock")
-        if parts.scheme != "unix" and not re.fullmatch(r"/?\d*", parts.path):
-            raise ValueError("must end with the number of a database, if with anything")
-        for option in parse_qs(parts.query, keep_blank_values=True):
-            if option != "db" and not option.startswith("ssl_"):
-                raise ValueError(f"has the option {option}; only db and ssl_… are allowed")
-        _ = parts.port  # raises ValueError if it is none
-        return value
+        return address.check(value)
 
     @model_validator(mode="after")
     def _budget_fits(self) -> Settings:

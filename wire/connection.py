@@ -14,12 +14,15 @@ from typing import Any
 
 import redis.asyncio as aioredis
 from redis import exceptions as redis_errors
+from redis.asyncio import sentinel
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from wire import address
 from wire.config import Settings, SettingsError
 
 COMMAND_TIMEOUT_S = 2.0
+SENTINEL_TIMEOUT_S = 0.5  # of each one that is asked where the server is
 MAX_CONNECTIONS = 16
 
 Argument = str | bytes | int | float
@@ -74,16 +77,7 @@ class Connection:
         self, settings: Settings, *, wait_s: float = 0.0, limit: int = MAX_CONNECTIONS
     ) -> None:
         self._timeout_s = COMMAND_TIMEOUT_S + wait_s
-        # The client's own timeout swallows a cancellation now and then (asyncio.wait_for before
-        # Python 3.12 does), so time is kept here.
-        self._redis = aioredis.Redis.from_url(
-            settings.redis_url,
-            password=_password(settings),
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=None,
-            socket_connect_timeout=COMMAND_TIMEOUT_S,
-        )
+        self._redis, self._sentinel = _clients(settings.redis_url, _password(settings))
         self._turns = asyncio.Semaphore(limit)
 
     async def command(self, *words: Argument) -> Any:
@@ -115,6 +109,8 @@ class Connection:
     async def close(self) -> None:
         """Close what is open."""
         await self._redis.aclose()
+        if self._sentinel is not None:
+            await self._sentinel.aclose()
 
     async def _in_turn(self, send: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         try:
@@ -163,6 +159,36 @@ def _refusal(text: str) -> BusError:
     if text.startswith(_CANNOT_SERVE_NOW):
         return BusDownError(f"Redis cannot serve now: {text}")
     return BusError(f"Redis refused: {text}")
+
+
+def _clients(url: str, password: str | None) -> tuple[aioredis.Redis, sentinel.Sentinel | None]:
+    """Prepare the client of a server, and of the Sentinels that say which one it is.
+
+    A connection asks them when it is made, and is given up when its server is no master any more.
+    """
+    # The client's own timeout swallows a cancellation now and then (asyncio.wait_for before
+    # Python 3.12 does), so time is kept in Connection.
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_timeout": None,
+        "socket_connect_timeout": COMMAND_TIMEOUT_S,
+    }
+    where = address.sentinels_of(url)
+    if where is None:
+        return aioredis.Redis.from_url(url, password=password, **options), None
+    asked = {**options, "socket_connect_timeout": SENTINEL_TIMEOUT_S}
+    asked["socket_timeout"] = SENTINEL_TIMEOUT_S
+    ask: Any = sentinel.Sentinel  # which has no types
+    sentinels = ask(where.sentinels, sentinel_kwargs=asked)
+    master = sentinels.master_for(
+        where.service,
+        db=where.database,
+        username=where.username,
+        password=password or where.password,
+        **options,
+    )
+    return master, sentinels
 
 
 def _password(settings: Settings) -> str | None:

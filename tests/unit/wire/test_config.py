@@ -206,6 +206,8 @@ def test_settings_do_not_change():
         "rediss://redis/0?ssl_ca_certs=/ca.pem",
         "unix:///run/redis.sock",
         "unix://user:secret@/run/redis.sock?db=2",
+        "redis+sentinel://a,b:7000,[::1]:7001/main",
+        "redis+sentinel://user:secret@a/main/3",
     ],
 )
 def test_addresses_of_redis_are_taken(url: str):

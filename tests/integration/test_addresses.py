@@ -1,0 +1,173 @@
+"""Every way to say where Redis is leads to a pool that serves: over TLS, and by Sentinels too."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scheduler_svc.service import serve
+from tests.fakes.oracle_worker import VOCAB, OracleWorker
+from tests.fakes.paged_oracle import generate
+from tests.fakes.redis_server import RedisServer, find_binary
+from tests.fakes.running_stack import free_port
+from tests.fakes.stream_client import Stream, StreamClient
+from wire.bus import Bus, BusDownError, retrying
+from wire.config import Settings, load
+
+pytestmark = pytest.mark.redis
+
+PATIENCE_S = 40
+
+
+@asynccontextmanager
+async def pool(settings: Settings) -> AsyncIterator[StreamClient]:
+    """Everything that serves, behind the address in these settings."""
+    stopping = asyncio.Event()
+    scheduler = asyncio.ensure_future(serve(settings, stopping))
+    try:
+        async with (
+            OracleWorker(settings, step_s=0.005).running(),
+            StreamClient(settings).running() as client,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            yield client
+    finally:
+        stopping.set()
+        await asyncio.wait([scheduler])
+
+
+def want(stream: Stream) -> list[int]:
+    return generate(stream.prompt, stream.sampling, VOCAB)
+
+
+# ---------------------------------------------------------------- TLS
+
+
+@pytest.fixture
+def tls_server(tmp_path: Path) -> Iterator[tuple[RedisServer, str]]:
+    """A server that speaks TLS only, and its address."""
+    if shutil.which("openssl") is None or find_binary("redis") is None:
+        pytest.skip("needs the program openssl, and a redis-server that was built with TLS")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    command += ["-addext", "subjectAltName=DNS:localhost", "-out", str(certificate)]
+    subprocess.run([*command, "-keyout", str(key)], check=True, capture_output=True)
+    port = free_port()
+    server = RedisServer(
+        "redis",
+        options={
+            "tls-port": str(port),
+            "tls-cert-file": str(certificate),
+            "tls-key-file": str(key),
+            "tls-auth-clients": "no",
+        },
+    )
+    yield server, f"rediss://localhost:{port}/0?ssl_ca_certs={certificate}"
+    server.close()
+
+
+async def test_a_pool_works_over_tls(tls_server: tuple[RedisServer, str]) -> None:
+    async with pool(load(redis_url=tls_server[1])) as client:
+        stream = await client.submit([1, 2, 3], 20)
+        await stream.finished()
+        assert stream.tokens == want(stream)
+
+
+# ---------------------------------------------------------------- Sentinels
+
+
+class Watched:
+    """A master, a replica of it, and a Sentinel that makes the one the other when it dies."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self.ports = free_port(), free_port()
+        self.port = free_port()
+        self._kind, self._folder = kind, folder
+        self.servers = [RedisServer(kind, options={"port": str(port)}) for port in self.ports]
+        self._sentinel: subprocess.Popen[bytes] | None = None
+
+    async def ready(self) -> None:
+        """Wait until the replica follows, and the Sentinel knows it."""
+        replica = self.servers[1].url
+        await command(replica, "REPLICAOF", "127.0.0.1", self.ports[0])
+        while (await command(replica, "INFO", "replication"))["master_link_status"] != "up":
+            await asyncio.sleep(0.05)
+        self._start_sentinel()
+        where = f"redis://127.0.0.1:{self.port}"
+        while (await command(where, "SENTINEL MASTER", "main"))["num-slaves"] != 1:
+            await asyncio.sleep(0.05)
+
+    def _start_sentinel(self) -> None:
+        config = self._folder / "sentinel.conf"
+        config.write_text(
+            f"port {self.port}\ndir {self._folder}\n"
+            f"sentinel monitor main 127.0.0.1 {self.ports[0]} 1\n"
+            "sentinel down-after-milliseconds main 300\n"
+            "sentinel failover-timeout main 2000\n"
+        )
+        binary = find_binary(self._kind)
+        assert binary is not None
+        words = [str(binary), str(config), "--sentinel"]
+        self._sentinel = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        if self._sentinel is not None:
+            self._sentinel.kill()
+            self._sentinel.wait()
+        for server in self.servers:
+            server.close()
+
+
+async def command(url: str, *words: str | int) -> Any:
+    bus = Bus.connect(load(redis_url=url))
+    try:
+        return await retrying(lambda: bus._connection.command(*words))  # a test may look behind
+    finally:
+        await bus.close()
+
+
+@contextmanager
+def watched(kind: str, folder: Path) -> Iterator[Watched]:
+    one = Watched(kind, folder)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+async def test_a_failover_loses_no_request_and_no_token(redis_kind: str, tmp_path: Path) -> None:
+    with watched(redis_kind, tmp_path) as redis:
+        await redis.ready()
+        closed = free_port()  # one of several Sentinels may be away
+        where = f"redis+sentinel://127.0.0.1:{closed},127.0.0.1:{redis.port}/main"
+        async with pool(load(redis_url=where)) as client:
+            streams = [await client.submit([n] * 20, 400, seed=n) for n in range(4)]
+            for stream in streams:
+                await stream.has_tokens(20)
+            redis.servers[0].kill()
+            for stream in streams:
+                await stream.finished()
+                assert stream.tokens == want(stream)
+            late = await client.submit([9] * 20, 20)
+            await late.finished()
+            assert late.tokens == want(late)
+            assert int((await client.bus.server())["tcp_port"]) == redis.ports[1]
+
+
+async def test_nobody_serves_from_a_service_that_no_sentinel_knows(
+    redis_kind: str, tmp_path: Path
+) -> None:
+    with watched(redis_kind, tmp_path) as redis:
+        await redis.ready()
+        bus = Bus.connect(load(redis_url=f"redis+sentinel://127.0.0.1:{redis.port}/other"))
+        with pytest.raises(BusDownError, match="No master found for 'other'"):
+            await bus.stats()
+        await bus.close()
