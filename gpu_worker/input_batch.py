@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -64,6 +64,36 @@ class Work:
     errors: list[RequestError]  # of requests that run all the same, so that the rest is unharmed
 
 
+def halves(work: Work) -> tuple[Work, Work] | None:
+    """The same work as two smaller steps, to be run in this order; None if it is a single token.
+
+    The order matters: a request may read keys and values that one before it writes.
+    """
+    num_rows = len(work.rows)
+    if num_rows > 1:
+        cut = num_rows // 2
+        return _rows_of(work, 0, cut), _rows_of(work, cut, num_rows)
+    if work.query_lens[0] == 1:
+        return None
+    first = work.query_lens // 2
+    rest = work.query_lens - first
+    before = replace(
+        work, query_lens=first, seq_lens=work.seq_lens - rest, samples=np.zeros(1, dtype=np.bool_)
+    )
+    return before, replace(work, query_lens=rest)
+
+
+def _rows_of(work: Work, start: int, end: int) -> Work:
+    return Work(
+        rows=work.rows[start:end],
+        query_lens=work.query_lens[start:end],
+        seq_lens=work.seq_lens[start:end],
+        samples=work.samples[start:end],
+        num_decodes=min(max(work.num_decodes - start, 0), end - start),
+        errors=[],
+    )
+
+
 class SamplingColumns:
     """How each row samples; filled when a request arrives."""
 
@@ -103,7 +133,7 @@ class RequestStates:
         self._capacity = capacity
         self._row_of: dict[int, int] = {}
         self._sampled: list[list[int]] = [[] for _ in range(num_rows)]  # since arrival
-        self._sick: set[int] = set()
+        self._sick: dict[int, RequestError] = {}
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._decode_batch: IntArray = np.zeros(num_rows, dtype=np.int64)  # rows, in order
         self._num_decodes = 0
@@ -117,9 +147,16 @@ class RequestStates:
         for req in list(self._row_of):
             self._forget(req)
 
-    def distrust(self, reqs: Iterable[int]) -> None:
-        """What the cache holds of these requests may be wrong."""
-        self._sick.update(reqs)
+    def distrust(self, errors: Iterable[RequestError]) -> None:
+        """What the cache holds of these requests may be wrong, for as long as they are here."""
+        for error in errors:
+            self._sick.setdefault(error.req, error)
+
+    def errors(self, rows: IntArray) -> list[RequestError]:
+        """What is wrong with the requests in these rows."""
+        if not self._sick:
+            return []
+        return [self._sick[self.reqs[row]] for row in rows if self.reqs[row] in self._sick]
 
     def held(self) -> list[HeldRequest]:
         """Everything that is here and can be trusted, in the words of the protocol."""
@@ -183,7 +220,7 @@ class RequestStates:
         self.block_table.clear(row)
         self.logits_processor.forget(row)
         self._sampled[row].clear()
-        self._sick.discard(req)
+        self._sick.pop(req, None)
         self._free_rows.append(row)
         place = self._place[row]
         if place == _NOT_DECODING:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 
+import structlog
 import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
-from gpu_worker.input_batch import Capacity, InputBatch, RequestStates, Work, make_batch
+from gpu_worker.input_batch import Capacity, InputBatch, RequestStates, Work, halves, make_batch
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.sampler import SamplerOutput, make_metadata, sample
 from wire.messages import (
@@ -23,6 +24,8 @@ from wire.messages import (
     SchedulerOutput,
     token_ids,
 )
+
+log = structlog.get_logger()
 
 _WARM_UP_TOKENS = 64
 
@@ -61,13 +64,12 @@ class ModelRunner:
         sampled = self._run(work)
         sampled_ids = sampled.token_ids.tolist()
         self._states.advance(work, sampled.token_ids, sampled_ids)
-        errors = work.errors + self._errors(work, sampled)
-        self._states.distrust(error.req for error in errors)
+        self._states.distrust([*work.errors, *self._errors(work, sampled)])
         return ModelRunnerOutput(
             epoch=step.epoch,
             step_id=step.step_id,
             sampled_token_ids=token_ids(sampled_ids),
-            errors=errors,
+            errors=self._states.errors(work.rows[work.samples]),
             device_us=round((time.perf_counter() - started) * 1e6),
         )
 
@@ -94,11 +96,33 @@ class ModelRunner:
         if not len(work.rows):
             nothing = torch.zeros(0, dtype=torch.int64, device=self._model.device)
             return SamplerOutput(nothing, nothing.bool())
-        logits = self._forward(make_batch(self._states, work))
+        logits = self._logits(work)
         states, sampling = self._states, work.rows[work.samples]
         output_index = states.num_known[sampling] - states.num_prompt[sampling]
         metadata = make_metadata(states.sampling, sampling, output_index, logits.device)
         return sample(states.logits_processor.apply(logits, sampling), metadata)
+
+    def _logits(self, work: Work) -> Tensor:
+        """(N, vocab) of the rows that sample. What runs out of memory is run in smaller steps.
+
+        A request of which a single token does not fit gets no logits and fails alone.
+        """
+        try:
+            return self._forward(make_batch(self._states, work))
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = f"out of memory: {error}"[:200]
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        parts = halves(work)
+        if parts is not None:
+            return torch.cat([self._logits(part) for part in parts])
+        req, num_logits = self._states.reqs[work.rows[0]], int(work.samples.sum())
+        log.warning("request_starved", req=req, error=reason)
+        self._states.distrust([RequestError(req, reason)])
+        shape = num_logits, self.capacity.vocab_size
+        return torch.full(shape, torch.nan, device=self._model.device)
 
     def _forward(self, batch: InputBatch) -> Tensor:
         self._backend.begin_step(
@@ -121,3 +145,9 @@ class ModelRunner:
             else RequestError(states.reqs[row], "its logits are not finite")
             for row in sick
         ]
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on the device or on the host."""
+    is_named_so = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return is_named_so or "can't allocate memory" in str(error)

@@ -25,6 +25,7 @@ from wire.messages import (
     NewRequestData,
     SamplingParams,
     SchedulerOutput,
+    crc_of,
     token_ids,
 )
 
@@ -148,7 +149,7 @@ def test_a_token_beyond_the_vocabulary_is_an_error_of_its_request_alone(
     assert str(tiny_models.VOCAB) in result.errors[0].message
     assert result.sampled_token_ids[1] == alone.sampled_token_ids[0]
     after = execute(runner, SchedulerOutput(1, 2, num_decodes=2))
-    assert (len(after.sampled_token_ids), after.errors) == (2, [])
+    assert (len(after.sampled_token_ids), after.errors) == (2, result.errors)
 
 
 def test_logits_that_are_not_finite_are_an_error_of_their_request_alone(
@@ -192,8 +193,25 @@ def test_a_lower_epoch_is_ignored(make_runner: MakeRunner) -> None:
 def test_a_fence_forgets_every_request_within_an_epoch(make_runner: MakeRunner) -> None:
     runner = make_runner()
     execute(runner, SchedulerOutput(1, 1, new_reqs=[new_request()]))
-    assert execute(runner, SchedulerOutput(1, 2, is_fence=True)) == ModelRunnerOutput(1, 2)
+    result = execute(runner, SchedulerOutput(1, 2, is_fence=True))
+    assert result == ModelRunnerOutput(1, 2, held=result.held)
     execute(runner, SchedulerOutput(1, 3, new_reqs=[new_request()]))
+
+
+def test_a_fence_is_answered_with_what_is_held(make_runner: MakeRunner) -> None:
+    runner = make_runner()
+    first = execute(runner, SchedulerOutput(1, 1, new_reqs=[new_request(), new_request(2)]))
+    second = execute(runner, SchedulerOutput(1, 2, num_decodes=2, finished_reqs=[]))
+    execute(runner, SchedulerOutput(1, 3, num_decodes=1, finished_reqs=[2]))
+    (held,) = execute(runner, SchedulerOutput(2, 0, is_fence=True)).held
+    new = new_request()
+    assert held.req == new.req
+    assert held.prompt_crc == crc_of(new.prompt_token_ids)
+    assert held.block_ids.tolist() == new.block_ids
+    assert held.num_computed_tokens == len(new.prompt_token_ids) + 2
+    sampled = [first.sampled_token_ids[0], second.sampled_token_ids[0]]
+    assert held.output_token_ids[:2].tolist() == sampled
+    assert execute(runner, SchedulerOutput(3, 0, is_fence=True)).held == []
 
 
 # ---------------------------------------------------------------- steps that do not fit
