@@ -7,10 +7,12 @@ connections; a port that anything else holds is refused.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 
 import structlog
 from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from gateway.app import create_app
 from gateway.app_keys import BACKGROUND, OPEN_REQUESTS, READINESS
@@ -32,6 +34,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         StartupError: Redis cannot be used.
 
     """
+    logging.getLogger("aiohttp.server").addFilter(_is_no_clients_fault)
     bus = await connect(settings, stopping)
     gateway_id = process_id("gateway")
     app = create_app(settings, bus, gateway_id)
@@ -50,6 +53,11 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     finally:
         await runner.cleanup()
         await bus.close()
+
+
+def _is_no_clients_fault(record: logging.LogRecord) -> bool:
+    """Keep what is no HTTP out of the log: it was answered, and may hold anything."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 async def _listen(

@@ -20,33 +20,35 @@ class Cable:
 
     def __init__(self, number: int) -> None:
         self.namespace = f"ps{os.getpid()}n{number}"
-        self.host = f"10.213.{number}.1"
+        # Four addresses each, and others than those of a test that runs beside this one.
+        first = (os.getpid() % 256 * 64 + number % 64) * 4
+        self.host = f"10.213.{first // 256}.{first % 256 + 1}"
         self.prefix = ("ip", "netns", "exec", self.namespace)
         self._here, self._there = f"ps{os.getpid() % 10**6}h{number}", f"ps{number}t"
-        self._guest = f"10.213.{number}.2"
+        self._guest = f"10.213.{first // 256}.{first % 256 + 2}"
 
     def lay(self) -> None:
         """Make the namespace, and both ends of the cable."""
         here, there, inside = self._here, self._there, self.namespace
         _ip("netns", "add", inside)
         _ip("link", "add", here, "type", "veth", "peer", "name", there, "netns", inside)
-        _ip("address", "add", f"{self.host}/24", "dev", here)
-        _ip("-n", inside, "address", "add", f"{self._guest}/24", "dev", there)
+        _ip("address", "add", f"{self.host}/30", "dev", here)
+        _ip("-n", inside, "address", "add", f"{self._guest}/30", "dev", there)
         _ip("-n", inside, "link", "set", "lo", "up")
         _ip("-n", inside, "link", "set", there, "up")
-        self.join()
+        self.heal()
 
-    def cut(self) -> None:
+    def cut_off(self) -> None:
         """Nothing passes, and nobody is told."""
         _ip("link", "set", self._here, "down")
 
-    def join(self) -> None:
+    def heal(self) -> None:
         """Let everything pass again."""
         _ip("link", "set", self._here, "up")
 
     def remove(self) -> None:
         """Take the namespace away, and with it both ends."""
-        subprocess.run(["ip", "netns", "del", self.namespace], check=False)
+        subprocess.run(["ip", "netns", "del", self.namespace], check=False, capture_output=True)
 
 
 def why_impossible() -> str | None:
@@ -55,7 +57,11 @@ def why_impossible() -> str | None:
         return "making a network namespace needs root"
     if shutil.which("ip") is None:
         return "needs the program ip of iproute2"
-    return None
+    try:
+        with cables(1):
+            return None
+    except subprocess.CalledProcessError as error:  # root, but without the right to do it
+        return f"cannot make a network namespace: {error.stderr.decode().strip()}"
 
 
 @contextmanager

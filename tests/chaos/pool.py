@@ -35,6 +35,7 @@ FIXED = {"requests", "log", "epoch", "stats", "tenants", "workers", "gateways", 
 """Keys that every pool has for ever."""
 
 RESTART_PAUSE_S = 0.1
+START_S = 180.0  # a busy machine may need long to start so many processes
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -54,6 +55,7 @@ class Process:
         self.num_lives = 0
         self.surprises: list[str] = []  # ends that nobody here brought about
         self.is_kept = True
+        self.exit_code: int | None = None  # of the life before
         self._command = [*prefix, sys.executable, *arguments]
         self._environ = environ
         self._life: asyncio.subprocess.Process | None = None
@@ -98,7 +100,7 @@ class Process:
             while line := await life.stdout.readline():
                 if line.endswith(b"\n"):  # else it was killed in the middle
                     self.on_line(json.loads(line))
-            code = await life.wait()
+            code = self.exit_code = await life.wait()
         finally:
             self._life = None
         if not self._is_ours:
@@ -126,6 +128,13 @@ class Process:
         """End the life that runs, and wait for that."""
         self.kill()
         await self.ended()
+
+    async def stopped(self) -> int | None:
+        """Ask the life that runs to end in order, and wait for that; its exit code."""
+        self._is_ours = True
+        self._signal(signal.SIGTERM)
+        await self.ended()
+        return self.exit_code
 
     def freeze(self) -> None:
         """Let it hang: nothing is answered, and the connections stay open."""
@@ -241,7 +250,7 @@ class Pool:
         leader = await self.leader()
         return next((one for one in self.schedulers if one is not leader), None)
 
-    async def ready(self) -> None:
+    async def ready(self, patience_s: float = START_S) -> None:
         """Wait until somebody leads and has every worker."""
 
         async def is_ready() -> bool:
@@ -251,7 +260,7 @@ class Pool:
             leads = (await self.leader()) is not None
             return leads and names == {"ready"}
 
-        await self.until(is_ready)
+        await self.until(is_ready, patience_s)
 
     # ------------------------------------------------------------ what Redis can suffer
 

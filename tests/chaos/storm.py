@@ -27,6 +27,11 @@ from tests.chaos.clients import ABORTED_WITH_GATEWAY, Crowd, random_clients
 from tests.chaos.pool import Pool, Process
 from wire.bus import BusError
 
+USUAL_START_S = 4.0
+"""How long a pool takes to start on two idle cores. Where all takes longer, faults come later: one
+after the other would hit what the last one has ended before it is up again, and nobody ever serves.
+"""
+
 QUIET_S = 60.0
 """How long after the last client the pool may take to be as if nobody had ever come."""
 
@@ -58,6 +63,7 @@ class Report:
     longest_stall_s: float = 0.0
     stalled_by: list[str] = field(default_factory=list)  # what had happened just before or in it
     num_missing_records: int = 0
+    start_s: float = 0.0
     seconds: float = 0.0
     violations: list[str] = field(default_factory=list)
 
@@ -77,6 +83,7 @@ class Report:
                 "longest_stall_s": round(self.longest_stall_s, 1),
                 "stalled_by": self.stalled_by,
                 "missing_records": self.num_missing_records,
+                "start_s": round(self.start_s, 1),
                 "seconds": round(self.seconds),
                 "violations": len(self.violations),
             }
@@ -212,6 +219,7 @@ class Storm:
                 try:
                     async with asyncio.timeout(self.forecast.limit_s):
                         await self._pool.ready()
+                        report.start_s = time.monotonic() - started
                         await self._rage()
                         await self._settle()
                 except TimeoutError:
@@ -243,7 +251,9 @@ class Storm:
             return num_faults >= forecast.num_faults and num_asked >= forecast.num_requests
 
         async with asyncio.TaskGroup() as group:
-            raging = group.create_task(self._weather.rage(is_enough, forecast.pause_s))
+            slowness = max(1.0, self.report.start_s / USUAL_START_S)
+            shortest, longest = (slowness * pause for pause in forecast.pause_s)
+            raging = group.create_task(self._weather.rage(is_enough, (shortest, longest)))
             stalling = group.create_task(self._watch_stalls())
             clients = random_clients(random.Random(forecast.seed + 2))
             while not raging.done():

@@ -63,11 +63,9 @@ async def scene_with(clock: Clock, role: str, kind: str) -> AsyncIterator[Scene]
 
 
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
-@pytest.mark.parametrize("jumps_s", [(HOUR_S, -HOUR_S), (-HOUR_S, HOUR_S)], ids=["on", "back"])
 @pytest.mark.parametrize("role", ["scheduler", "worker", "gateway"])
 async def test_a_clock_that_jumps_changes_nothing(
     role: Literal["scheduler", "worker", "gateway"],
-    jumps_s: tuple[int, int],
     redis_kind: str,
     tmp_path: Path,
 ) -> None:
@@ -76,7 +74,7 @@ async def test_a_clock_that_jumps_changes_nothing(
         clients = [await scene.ask(20, 150) for _ in range(3)]
         await clients[0].has(5)
         epoch = (await scene.pool.bus.stats())["epoch"]
-        for jump_s in jumps_s:
+        for jump_s in (HOUR_S, -HOUR_S):  # on by one, then back by two
             clock.set(jump_s)
             assert abs(clock.shows() - time.time() - jump_s) < HOUR_S / 2
             await clients[0].has(len(clients[0].tokens) + 40)

@@ -44,6 +44,15 @@ async def test_two_kills_at_once_cost_no_token(roles: tuple[Role, Role], scene: 
     await scene.all_is_well()
 
 
+@pytest.mark.parametrize("role", ["leader", "standby", "worker"])
+async def test_an_orderly_stop_costs_no_token_and_ends_with_0(role: Role, scene: Scene) -> None:
+    """What a machine that is taken away gives notice of: SIGTERM."""
+    clients = await scene.bring_to("decode")
+    process = await scene.who(role, clients)
+    assert await process.stopped() == 0
+    await scene.all_is_well()
+
+
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_freeze_costs_no_token(role: Role, scene: Scene) -> None:
     clients = await scene.bring_to("decode")

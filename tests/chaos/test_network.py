@@ -8,88 +8,112 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
+import pytest_asyncio
 
 from tests.chaos import network
 from tests.chaos.network import cables
-from tests.chaos.pool import Pool
+from tests.chaos.pool import Pool, Process
 from tests.chaos.scene import Role, Scene
 from tests.fakes.redis_proxy import RedisProxy
+from tests.fakes.redis_server import KINDS, find_binary
 from tests.fakes.running_stack import free_port
 
-pytestmark = [pytest.mark.chaos, pytest.mark.redis]
+pytestmark = [pytest.mark.chaos, pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
 
 ROLES: tuple[Role, ...] = ("gateway", "leader", "standby", "worker")
 CUTS_S = [1.0, pytest.param(30.0, marks=pytest.mark.long)]
 STEP_MS = 10
+NUM_PROCESSES = 6
 
 
-async def begin(pool: Pool, options: list[dict[str, Any]]) -> Scene:
+class Way(Protocol):
+    """What leads to Redis."""
+
+    def cut_off(self) -> None: ...
+    def heal(self) -> None: ...
+
+
+class Country:
     """Two schedulers, two gateways and two workers, each on its own way to Redis."""
-    ways = iter(options)
-    for _ in range(2):
-        pool.add_scheduler(**next(ways))
-        pool.add_gateway(**next(ways))
-        pool.add_worker("--step-ms", str(STEP_MS), **next(ways))
-    return Scene(pool, random.Random(1))
+
+    def __init__(self, pool: Pool, ways: Sequence[Way], options: Sequence[dict[str, Any]]) -> None:
+        self._way: dict[Process, Way] = {}
+        add: list[Callable[..., Process]] = [
+            pool.add_scheduler,
+            pool.add_gateway,
+            lambda **given: pool.add_worker("--step-ms", str(STEP_MS), **given),
+        ]
+        for number, (way, given) in enumerate(zip(ways, options, strict=True)):
+            self._way[add[number % len(add)](**given)] = way
+        self.scene = Scene(pool, random.Random(1))
+
+    async def cut(self, role: Role, seconds: float) -> None:
+        """Cut off whoever has a role, in the middle of its work, and look whether that cost any."""
+        clients = await self.scene.bring_to("decode")
+        way = self._way[await self.scene.who(role, clients)]
+        way.cut_off()
+        await asyncio.sleep(seconds)
+        way.heal()
+        await self.scene.all_is_well()
 
 
-async def who(scene: Scene, role: Role) -> Any:
-    clients = await scene.bring_to("decode")
-    return await scene.who(role, clients)
+def any_kind() -> str:
+    kind = next((kind for kind in KINDS if find_binary(kind)), None)
+    if kind is None:
+        pytest.skip("no Redis server is installed")
+    return kind
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def behind_proxies() -> AsyncIterator[Country]:
+    pool = Pool(any_kind())
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(pool.close)
+        proxies = [
+            await stack.enter_async_context(RedisProxy(pool.redis.socket))
+            for _ in range(NUM_PROCESSES)
+        ]
+        country = Country(pool, proxies, [{"redis_url": proxy.url} for proxy in proxies])
+        await stack.enter_async_context(pool.running())
+        await pool.ready()
+        yield country
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def over_cables() -> AsyncIterator[Country]:
+    if (reason := network.why_impossible()) is not None:
+        pytest.skip(reason)
+    port = free_port()
+    given = {"port": str(port), "bind": "0.0.0.0", "protected-mode": "no"}
+    pool = Pool(any_kind(), redis_options=given)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(pool.close)
+        laid = stack.enter_context(cables(NUM_PROCESSES))
+        options = [
+            {"redis_url": f"redis://{cable.host}:{port}/0", "prefix": cable.prefix}
+            for cable in laid
+        ]
+        country = Country(pool, laid, options)
+        await stack.enter_async_context(pool.running())
+        await pool.ready()
+        yield country
 
 
 @pytest.mark.parametrize("seconds", CUTS_S)
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_part_that_cannot_reach_redis_costs_no_token(
-    role: Role, seconds: float, redis_kind: str
+    role: Role, seconds: float, behind_proxies: Country
 ) -> None:
-    pool = Pool(redis_kind)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(pool.close)
-        proxies = [await stack.enter_async_context(RedisProxy(pool.redis.socket)) for _ in range(6)]
-        scene = await begin(pool, [{"redis_url": proxy.url} for proxy in proxies])
-        way = dict(zip(in_order(pool), proxies, strict=True))
-        async with pool.running():
-            await pool.ready()
-            proxy = way[await who(scene, role)]
-            proxy.cut_off()
-            await asyncio.sleep(seconds)
-            proxy.heal()
-            await scene.all_is_well()
+    await behind_proxies.cut(role, seconds)
 
 
-@pytest.mark.long
 @pytest.mark.root
-@pytest.mark.skipif(network.why_impossible() is not None, reason=str(network.why_impossible()))
 @pytest.mark.parametrize("seconds", CUTS_S)
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_cut_cable_costs_no_token(role: Role, seconds: float, redis_kind: str) -> None:
-    port = free_port()
-    options = {"port": str(port), "bind": "0.0.0.0", "protected-mode": "no"}
-    pool = Pool(redis_kind, redis_options=options)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(pool.close)
-        laid = stack.enter_context(cables(6))
-        ways = [
-            {"redis_url": f"redis://{cable.host}:{port}/0", "prefix": cable.prefix}
-            for cable in laid
-        ]
-        scene = await begin(pool, ways)
-        way = dict(zip(in_order(pool), laid, strict=True))
-        async with pool.running():
-            await pool.ready()
-            cable = way[await who(scene, role)]
-            cable.cut()
-            await asyncio.sleep(seconds)
-            cable.join()
-            await scene.all_is_well()
-
-
-def in_order(pool: Pool) -> list[Any]:
-    """The processes as `begin` has made them."""
-    columns = (pool.schedulers, pool.gateways, pool.workers)
-    return [process for row in zip(*columns, strict=True) for process in row]
+async def test_a_cut_cable_costs_no_token(role: Role, seconds: float, over_cables: Country) -> None:
+    await over_cables.cut(role, seconds)
