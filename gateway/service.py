@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 
 import structlog
@@ -34,6 +35,7 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
         StartupError: Redis cannot be used.
 
     """
+    _allow_many_connections()
     logging.getLogger("aiohttp.server").addFilter(_is_no_clients_fault)
     bus = await connect(settings, stopping)
     gateway_id = process_id("gateway")
@@ -53,6 +55,12 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     finally:
         await runner.cleanup()
         await bus.close()
+
+
+def _allow_many_connections() -> None:
+    """Open as many files as the system lets us; the usual limit suits programs of a few."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _is_no_clients_fault(record: logging.LogRecord) -> bool:
