@@ -14,6 +14,7 @@ from wire.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishedRequest,
+    HeldRequest,
     Message,
     ModelRunnerOutput,
     NewRequestData,
@@ -106,7 +107,14 @@ def every_message() -> list[Message]:
             config_version=3,
         ),
         ModelRunnerOutput(
-            5, 1, output, [RequestError(9, "no token", "invalid")], 5000, "out of memory", 7
+            epoch=5,
+            step_id=1,
+            sampled_token_ids=output,
+            errors=[RequestError(9, "no token", "invalid")],
+            device_us=5000,
+            failed="out of memory",
+            copy_us=7,
+            held=[HeldRequest(9, 3, 4, output, output)],
         ),
         EngineCoreOutputs(
             handles=output,

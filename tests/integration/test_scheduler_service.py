@@ -403,7 +403,7 @@ async def test_a_recorded_service_replays_bit_for_bit(
         for stream in streams:
             await stream.finished()
     gc.collect()  # the leader is gone, and its file is closed
-    (recording,) = tmp_path.glob("calls.*")
+    (recording,) = tmp_path.glob("calls.*")  # noqa: ASYNC240 - a file of this test
     assert replay.main([str(recording)]) == 0
     said = capsys.readouterr().out
     assert "every decision is the recorded one" in said
