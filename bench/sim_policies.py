@@ -78,9 +78,7 @@ def compare_policies(
     found = []
     for policy in POLICIES:
         config = SchedulerConfig(policy=policy, deadline_action="ignore", priority_ageing_s=5.0)
-        simulation = Simulation(
-            config, WorkerModel(), workers=workers, knows_tenants=knows_tenants
-        )
+        simulation = Simulation(config, WorkerModel(), workers=workers, knows_tenants=knows_tenants)
         simulation.run(jobs)
         span = max(service.end for service in simulation.services)
         busy = sum(service.seconds for service in simulation.services)

@@ -62,7 +62,10 @@ CASES = {
 def test_those_who_come_later_than_the_bound_do_not_go_before_it(name: str) -> None:
     case = CASES[name]
     config = SchedulerConfig(
-        max_num_seqs=1, policy=case.policy, deadline_action="ignore", **case.config  # type: ignore[arg-type]  # free keywords
+        max_num_seqs=1,
+        policy=case.policy,
+        deadline_action="ignore",
+        **case.config,  # type: ignore[arg-type]  # free keywords
     )
     scheduler = Scheduler(config)
     scheduler.add_worker("w", WorkerCapacity(64, BLOCK, 200))
