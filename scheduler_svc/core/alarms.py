@@ -40,7 +40,7 @@ def overdue(request: Request, now: float, config: SchedulerConfig) -> str | None
     is_past = request.deadline is not None and request.deadline <= now
     if is_past and config.deadline_action != "ignore":
         return "the deadline has passed"
-    if config.queue_timeout_s and not request.was_started:
-        if request.arrival + config.queue_timeout_s <= now:
-            return f"no worker had room for it within {config.queue_timeout_s:g} s"
+    patience_s = config.queue_timeout_s
+    if patience_s and not request.was_started and request.arrival + patience_s <= now:
+        return f"no worker had room for it within {patience_s:g} s"
     return None
