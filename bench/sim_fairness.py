@@ -75,7 +75,7 @@ def percentile(values: list[float], share: float) -> float:
 def unevenness(simulation: Simulation, one: str, other: str) -> list[float]:
     """For each 10 s in which both tenants waited all the time: how far apart they were served.
 
-    The difference of the two, relative to the larger. Such a window begins with the end of any step.
+    The difference of the two, relative to the larger. Such a window begins where any step ends.
     """
     services = simulation.services
     ends = [service.end for service in services]

@@ -1,7 +1,7 @@
 """The same requests under every policy: who waits how long, and how busy the workers are.
 
 Owns the workload by which policies are compared: people in a chat, with a system prompt in common
-and a deadline; a batch of long prompts that comes in bursts and can wait; and urgent short questions.
+and a deadline; a batch of long prompts that comes in bursts and can wait; urgent short questions.
 """
 
 from __future__ import annotations

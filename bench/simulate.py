@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def print_fairness(seconds: float) -> None:
-    """Print B's time to first token beside A's flood, by workload; and under fcfs without tenants."""
+    """Print B's time to first token beside A's flood, with tenants told apart and without."""
     config = SchedulerConfig()
     cases = {
         "prompts 32-1024, answers 16-256": (Stream("x", 1.0), WorkerModel()),

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.worker_link import WorkerLink
-from wire.config import Settings, SettingsError, changed, setting_name
+from wire.config import Settings, SettingsError, changed
 from wire.messages import ConfigChange
 
 LIVE = (
@@ -43,6 +43,8 @@ class LiveConfig:
         answer: dict[str, str | int] = {"change": change.change_id, "refused": ""}
         asked = dict(zip(change.names, change.values, strict=False))
         try:
+            if not len(asked) == len(change.names) == len(change.values):
+                raise SettingsError("every setting needs one value, and has to be named once")
             self.settings = self._checked(asked, workers)
         except SettingsError as error:
             return {**answer, "refused": str(error)}
@@ -55,13 +57,12 @@ class LiveConfig:
                 allowed = ", ".join(LIVE)
                 raise SettingsError(f"{name} cannot change while running; these can: {allowed}")
         settings = changed(self.settings, asked)
-        for link in workers:
-            for name, limit in link.limits.items():
-                if getattr(settings, name) > limit:
-                    raise SettingsError(
-                        f"{setting_name(name)}={getattr(settings, name)}: worker {link.name} "
-                        f"registered at most {limit}"
-                    )
+        try:
+            for link in workers:
+                link.check(settings)
+            core_config(settings)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
         return settings
 
 

@@ -137,6 +137,7 @@ class Roster:
             try:
                 link = WorkerLink.of(name, fields, time.monotonic())
                 self._scheduler.check_capacity(link.capacity)
+                link.check(self._scheduler.config)
             except (KeyError, ValueError) as error:
                 self._refused.add(process)
                 log.error("worker_refused", worker=process, error=repr(error))

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scheduler_svc.core.config import WorkerCapacity
+from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
+from wire.config import Settings, setting_name
 
 STREAM_TTL_S = 60
 """How long the streams of a dead worker can still be looked at."""
@@ -40,6 +41,16 @@ class WorkerLink:
         names = ("max_num_seqs", "max_num_batched_tokens")
         limits = {setting: int(fields[setting]) for setting in names if setting in fields}
         return cls(name, process_of(name, fields), capacity, limits, fields["beats"], now)
+
+    def check(self, limits: SchedulerConfig | Settings) -> None:
+        """Raise ValueError if a limit is above what this worker laid its memory out for."""
+        for name, registered in self.limits.items():
+            limit = getattr(limits, name)
+            if limit > registered:
+                raise ValueError(
+                    f"{setting_name(name)}={limit}: worker {self.name} registered at most "
+                    f"{registered}"
+                )
 
     def heard(self, fields: Mapping[str, str], now: float) -> None:
         """Take note of the latest heartbeat."""

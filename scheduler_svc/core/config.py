@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from math import inf
+from typing import Literal, get_args
 
 PolicyName = Literal["fcfs", "priority", "sjf", "deadline"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
@@ -51,6 +52,10 @@ class SchedulerConfig:
             raise ValueError(f"max_worker_losses ({self.max_worker_losses}) must be at least 1")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark ({self.watermark}) must be from 0 to below 1")
+        _one_of(PolicyName, policy=self.policy)
+        _one_of(DeadlineAction, deadline_action=self.deadline_action)
+        _one_of(PreemptionMode, preemption_mode=self.preemption_mode)
+        _one_of(VictimRule, preemption_victim=self.preemption_victim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +68,9 @@ class WorkerCapacity:
     num_cpu_blocks: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.num_blocks, self.block_size, self.max_model_len) < 1:
-            raise ValueError(f"a worker needs at least one block of one token, got {self}")
+        for name in ("num_blocks", "block_size", "max_model_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
         _at_least_zero(num_cpu_blocks=self.num_cpu_blocks)
 
     @property
@@ -78,5 +84,11 @@ class WorkerCapacity:
 
 def _at_least_zero(**values: float) -> None:
     for name, value in values.items():
-        if not value >= 0:
-            raise ValueError(f"{name} ({value}) must not be negative")
+        if not 0 <= value < inf:
+            raise ValueError(f"{name} ({value}) must be a number from 0 on")
+
+
+def _one_of(allowed: object, **values: str) -> None:
+    for name, value in values.items():
+        if value not in get_args(allowed):
+            raise ValueError(f"{name} ({value}) must be one of {', '.join(get_args(allowed))}")

@@ -4,8 +4,8 @@ Owns the judgement, holds no state. Two claims are good for somebody else's plac
 
 - the policy's: the request is strictly more urgent;
 - the tenant's: it was served less than the other, by more than a quarter of what a step can
-  compute, and holds less of the worker. Both must still be true after the exchange, so that no
-  two tenants ever take each other's places in turn.
+  compute, and holds less of the worker. Both must still be true after the exchange, so that no two
+  tenants ever take each other's places in turn.
 
 The counters say who is next, but nobody is next while one who came before holds all seats for
 minutes: that is what the second is for.

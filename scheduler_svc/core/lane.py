@@ -23,6 +23,10 @@ from scheduler_svc.core.kv_cache_manager import KVCacheManager
 from scheduler_svc.core.request import Request, RequestStatus
 from scheduler_svc.core.request_queue import RequestQueue
 from scheduler_svc.core.tenants import Tenant
+from wire.messages import ModelRunnerOutput
+
+MIN_RATED_TOKENS = 64
+"""Prompt tokens in a step from which on its time says something about the worker's speed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,14 @@ class Lane:
             request.num_published_blocks = 0
             request.worker = None
         return lost
+
+    def learn(self, record: StepRecord, output: ModelRunnerOutput) -> None:
+        """Take note of how fast the worker was in a step."""
+        computing_us = output.device_us - output.copy_us
+        if record.num_prompt_tokens >= MIN_RATED_TOKENS and computing_us > 0:
+            self.rates.note_prefill(record.num_prompt_tokens, computing_us / 1e6)
+        if record.num_copied_blocks and output.copy_us > 0:
+            self.rates.note_copies(record.num_copied_blocks, output.copy_us / 1e6)
 
     def num_computed_tokens(self, request: Request) -> int:
         """Tokens whose keys and values are computed once all dispatched steps have run."""

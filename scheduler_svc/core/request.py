@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import inf
 
 from scheduler_svc.core.tenants import Tenant
 from wire.messages import SYSTEM_PRIORITY, EngineCoreRequest, SamplingParams
@@ -142,3 +143,12 @@ class Request:
     def output_token_ids(self) -> array[int]:
         """A copy of the output known so far."""
         return self.token_ids[self.num_prompt_tokens :]
+
+
+def problem_of(request: EngineCoreRequest) -> str | None:
+    """Say what no scheduler could do with a request; None if it makes sense."""
+    if not request.prompt_token_ids:
+        return "the prompt has no tokens"
+    if not 0 < request.weight < inf:
+        return f"the tenant's weight ({request.weight:g}) must be above 0"
+    return None

@@ -8,21 +8,21 @@ number: the same calls give the same decisions.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from heapq import heappop, heappush
 from itertools import takewhile
 
+from scheduler_svc.core import ending
+from scheduler_svc.core.alarms import Alarms, overdue
 from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
 from scheduler_svc.core.kv_cache_manager import KVCacheManager
-from scheduler_svc.core.lane import Lane, StepRecord
+from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.outputs import Finished, Outputs, Totals
 from scheduler_svc.core.planner import StepPlanner
-from scheduler_svc.core.request import Request, RequestStatus
+from scheduler_svc.core.request import Request, RequestStatus, problem_of
 from scheduler_svc.core.request_queue import RequestQueue
 from scheduler_svc.core.state import State
 from scheduler_svc.core.waiting_line import WaitingLine
 from wire.messages import (
     EngineCoreRequest,
-    ErrorCode,
     FinishReason,
     HeldRequest,
     ModelRunnerOutput,
@@ -31,17 +31,13 @@ from wire.messages import (
     crc_of,
 )
 
-MIN_RATED_TOKENS = 64
-"""Prompt tokens in a step from which on its time says something about the worker's speed."""
-
 
 class Scheduler:
     """Verbs for requests and steps, and for workers that come and go."""
 
     def __init__(self, config: SchedulerConfig, epoch: int = 0) -> None:
         self._state = State.new(config, epoch)
-        self._longest = 0  # sequence that fitted any worker so far
-        self._alarms: list[tuple[float, int]] = []  # heap of (time, request number)
+        self._alarms = Alarms()
 
     # ------------------------------------------------------------ workers
 
@@ -50,7 +46,10 @@ class Scheduler:
 
         ValueError if the pool cannot use it: see `check_capacity`.
         """
-        config = self.config
+        state, config = self._state, self.config
+        if worker in state.lanes:
+            self.totals.num_ignored += 1
+            return
         self.check_capacity(capacity)
         if not config.enable_chunked_prefill:
             longest = min(capacity.max_model_len, config.max_num_batched_tokens)
@@ -58,10 +57,10 @@ class Scheduler:
                 capacity.num_blocks, capacity.block_size, longest, capacity.num_cpu_blocks
             )
         kv = KVCacheManager(capacity.num_blocks, capacity.block_size, config.enable_prefix_caching)
-        self._state.lanes[worker] = Lane(worker, capacity, kv, last_step)
-        self._longest = max(self._longest, capacity.max_num_tokens)
-        for request in list(self._state.waiting):
-            self._refuse_if_too_long(request)
+        state.lanes[worker] = Lane(worker, capacity, kv, last_step)
+        state.longest = max(state.longest, capacity.max_num_tokens)
+        for request in list(state.waiting):
+            ending.refuse_if_too_long(state, request)
 
     def check_capacity(self, capacity: WorkerCapacity) -> None:
         """Raise ValueError if a worker cut its memory otherwise than those that are here.
@@ -109,12 +108,8 @@ class Scheduler:
         for request in suspects:
             request.blame(was_alone=len(suspects) == 1)
             if request.num_lone_losses >= self.config.max_worker_losses:
-                self._finish(
-                    request,
-                    "error",
-                    error=f"{request.num_lone_losses} workers were lost while they ran it alone",
-                    error_code="internal",
-                )
+                lost = f"{request.num_lone_losses} workers were lost while they ran it alone"
+                ending.fail(self._state, request, lost, "internal")
 
     def reset_prefix_cache(self) -> None:
         """Let no later request hit a block that is cached now."""
@@ -126,8 +121,10 @@ class Scheduler:
         """Change limits and policy from the next step on; what runs goes on."""
         state = self._state
         waiting = state.reconfigure(config)
+        self._alarms = Alarms()
         for request in state.requests.values():
-            request.order = self._order_of(request)
+            request.order = state.order_of(request)
+            self._alarms.set(request, config)
         for request in waiting:
             state.waiting.push(request)
         for lane in state.lanes.values():
@@ -139,24 +136,31 @@ class Scheduler:
     # ------------------------------------------------------------ requests
 
     def add_request(self, num: int, request: EngineCoreRequest, arrival: float) -> None:
-        """Queue a request. One that could never fit is refused, as an output like any other."""
+        """Queue a request. One that could never fit is refused, as an output like any other.
+
+        So is one that makes no sense.
+        """
         state = self._state
         if num in state.requests:
             self.totals.num_ignored += 1
             return
+        if problem := problem_of(request):
+            refusal = Finished(num, 0, "error", error=problem, error_code="invalid")
+            state.outputs.finished.append(refusal)
+            return
         tenant = state.tenants.join(request.tenant, request.weight)
         added = Request.of(num, request, arrival, tenant)
-        added.order = self._order_of(added)
+        added.order = state.order_of(added)
         state.requests[num] = added
         state.waiting.push(added)
         self.totals.num_prompt_tokens += added.num_prompt_tokens
-        self._set_alarms(added)
+        self._alarms.set(added, self.config)
         if added.num_output_tokens and added.token_ids[-1] in added.stop_ids:
-            self._stop(added, added.token_ids[-1])
+            ending.stop(state, added, added.token_ids[-1])
         elif added.num_output_tokens >= added.sampling.max_tokens:
-            self._finish(added, "length")
+            ending.finish(state, added, "length")
         else:
-            self._refuse_if_too_long(added)
+            ending.refuse_if_too_long(state, added)
 
     def abort_request(
         self, num: int, reason: FinishReason = "abort", num_output_tokens: int | None = None
@@ -169,31 +173,18 @@ class Scheduler:
         if request is None:
             self.totals.num_ignored += 1
             return
-        self._finish(request, reason, num_output_tokens=num_output_tokens)
+        ending.finish(self._state, request, reason, num_output_tokens=num_output_tokens)
 
     def expire(self, now: float) -> None:
         """End what has waited too long for its first step, or has missed its deadline."""
-        while self._alarms and self._alarms[0][0] <= now:
-            _, num = heappop(self._alarms)
+        for num in self._alarms.due(now):
             request = self._state.requests.get(num)
-            if request is None:
-                continue
-            if request.deadline is not None and request.deadline <= now:
-                self._finish(
-                    request, "error", error="the deadline has passed", error_code="unavailable"
-                )
-            elif not request.was_started and self.config.queue_timeout_s:
-                waited = f"{self.config.queue_timeout_s:g} s"
-                self._finish(
-                    request,
-                    "error",
-                    error=f"no worker had room for it within {waited}",
-                    error_code="unavailable",
-                )
+            if request is not None and (error := overdue(request, now, self.config)):
+                ending.fail(self._state, request, error, "unavailable")
 
     def next_wake(self) -> float | None:
         """When `expire` has something to do next, in seconds of server time."""
-        return self._alarms[0][0] if self._alarms else None
+        return self._alarms.next()
 
     def take_outputs(self) -> Outputs:
         """All that came of the calls since the last time."""
@@ -207,7 +198,11 @@ class Scheduler:
 
         `now` is in seconds of server time.
         """
-        return StepPlanner(self._state, self._state.lanes[worker], now).plan()
+        lane = self._state.lanes.get(worker)
+        if lane is None:
+            self.totals.num_ignored += 1
+            return None
+        return StepPlanner(self._state, lane, now).plan()
 
     def update_from_output(self, worker: str, output: ModelRunnerOutput) -> bool:
         """Book what a step sampled; what ended meanwhile is dropped.
@@ -229,7 +224,7 @@ class Scheduler:
             return False
         lane.in_flight.popleft()
         lane.last_answered_step = output.step_id
-        _note_rates(lane, record, output)
+        lane.learn(record, output)
         rows: Iterable[tuple[Request, int]] = zip(
             record.sampling, output.sampled_token_ids, strict=True
         )
@@ -239,7 +234,7 @@ class Scheduler:
         self._book(rows)
         lane.kv.publish_full(lane.with_full_blocks(output.step_id))
         for request in lane.ending_with(output.step_id):
-            self._finish(request, "length")
+            ending.finish(self._state, request, "length")
         return True
 
     def _book(self, rows: Iterable[tuple[Request, int]]) -> None:
@@ -257,90 +252,17 @@ class Scheduler:
             tokens.append(token)
             known.append(token)
             if token in request.stop_ids:
-                self._stop(request, token)
+                ending.stop(self._state, request, token)
         self.totals.num_generated_tokens += len(reqs) - before
 
-    # ------------------------------------------------------------ ends
-
-    def _refuse_if_too_long(self, request: Request) -> None:
-        """End what no worker could hold alone. Before the first worker came, nobody knows."""
-        if 0 < self._longest <= request.num_tokens:
-            self._finish(
-                request,
-                "error",
-                error=f"the prompt has {request.num_tokens} tokens; the largest worker has room "
-                f"for {self._longest}, and one of them is output",
-                error_code="invalid",
-            )
-
     def _fail(self, request: Request, errors: dict[int, RequestError]) -> bool:
+        """End a request that went wrong in its step; False if it did not."""
         error = errors.get(request.num)
         if error is None:
             return False
         if request.status is not RequestStatus.FINISHED:
-            self._finish(request, "error", error=error.message, error_code=error.code)
+            ending.fail(self._state, request, error.message, error.code)
         return True
-
-    def _stop(self, request: Request, token: int) -> None:
-        own = token in request.sampling.stop_token_ids
-        self._finish(request, "stop", stop_token_id=token if own else None)
-
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        num_output_tokens: int | None = None,
-        stop_token_id: int | None = None,
-        error: str | None = None,
-        error_code: ErrorCode | None = None,
-    ) -> None:
-        state = self._state
-        if request.status is RequestStatus.WAITING:
-            state.waiting.remove(request)
-            state.unbind(request)
-        else:
-            assert request.worker is not None
-            state.lanes[request.worker].finish(request)
-        request.status = RequestStatus.FINISHED
-        del state.requests[request.num]
-        request.tenant.num_requests -= 1
-        known = request.num_output_tokens
-        counted = known if num_output_tokens is None else min(num_output_tokens, known)
-        if reason in {"stop", "length"}:
-            request.tenant.note_output(counted)
-        state.outputs.finished.append(
-            Finished(
-                req=request.num,
-                num_output_tokens=counted,
-                finish_reason=reason,
-                stop_token_id=stop_token_id,
-                error=error,
-                error_code=error_code,
-                num_preemptions=request.num_preemptions,
-            )
-        )
-
-    # ------------------------------------------------------------ order and time
-
-    def _order_of(self, request: Request) -> tuple[int, int, int]:
-        state = self._state
-        num_cached = 0
-        if state.config.policy == "sjf":
-            num_cached = max(
-                (
-                    len(lane.kv.get_computed_blocks(request)) * lane.capacity.block_size
-                    for lane in state.lanes.values()
-                ),
-                default=0,
-            )
-        return 0 if request.is_system else 1, state.policy.rank(request, num_cached), request.num
-
-    def _set_alarms(self, request: Request) -> None:
-        if request.deadline is not None and self.config.deadline_action != "ignore":
-            heappush(self._alarms, (request.deadline, request.num))
-        if self.config.queue_timeout_s:
-            heappush(self._alarms, (request.arrival + self.config.queue_timeout_s, request.num))
 
     # ------------------------------------------------------------ to look at
 
@@ -400,14 +322,6 @@ class Scheduler:
             assert lane.bound is None or lane.bound in waiting
             placed += [r.num for r in [*lane.running, *lane.swapped]] + list(lane.ending)
         assert sorted(placed) == sorted(state.requests), "a request is in no place, or in two"
-
-
-def _note_rates(lane: Lane, record: StepRecord, output: ModelRunnerOutput) -> None:
-    computing_us = output.device_us - output.copy_us
-    if record.num_prompt_tokens >= MIN_RATED_TOKENS and computing_us > 0:
-        lane.rates.note_prefill(record.num_prompt_tokens, computing_us / 1e6)
-    if record.num_copied_blocks and output.copy_us > 0:
-        lane.rates.note_copies(record.num_copied_blocks, output.copy_us / 1e6)
 
 
 def _sorted_anew(queue: RequestQueue) -> RequestQueue:

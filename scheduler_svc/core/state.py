@@ -8,7 +8,7 @@ from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.outputs import Outputs, Totals
 from scheduler_svc.core.policy import Policy, policy_of
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Order, Request
 from scheduler_svc.core.tenants import Tenant, Tenants
 from scheduler_svc.core.waiting_line import WaitingLine
 
@@ -26,6 +26,7 @@ class State:
     lanes: dict[str, Lane] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     outputs: Outputs = field(default_factory=Outputs)
+    longest: int = 0  # sequence that fitted any worker so far, in tokens
 
     @classmethod
     def new(cls, config: SchedulerConfig, epoch: int) -> State:
@@ -45,6 +46,19 @@ class State:
         self.tenants.charge(tenant, num_tokens)
         if num_tokens < 0:
             self.waiting.refunded(tenant)
+
+    def order_of(self, request: Request) -> Order:
+        """Place of a request in the one total order, from now until the policy changes."""
+        num_cached = 0
+        if self.config.policy == "sjf":
+            num_cached = max(
+                (
+                    len(lane.kv.get_computed_blocks(request)) * lane.capacity.block_size
+                    for lane in self.lanes.values()
+                ),
+                default=0,
+            )
+        return 0 if request.is_system else 1, self.policy.rank(request, num_cached), request.num
 
     def unbind(self, request: Request) -> None:
         """A request no longer waits for room on one worker."""

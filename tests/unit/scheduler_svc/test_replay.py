@@ -114,7 +114,7 @@ def test_a_changed_argument_is_found() -> None:
 
 def test_a_call_that_fails_is_named() -> None:
     lines = recorded_run()
-    lines.append(json.dumps({"call": "schedule", "args": ["nobody", 1.0]}) + "\n")
+    lines.append(json.dumps({"call": "schedule", "args": ["w0", None]}) + "\n")
     report = replay(lines)
     assert report.difference is not None
     assert report.difference.line == len(lines)

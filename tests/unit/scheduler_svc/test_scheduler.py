@@ -110,25 +110,6 @@ def test_without_chunks_a_prompt_above_the_budget_is_refused() -> None:
     assert end.error_code == "invalid"
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"max_num_seqs": 0}, "max_num_seqs"),
-        ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens"),
-        ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold"),
-    ],
-)
-def test_an_impossible_configuration_names_its_setting(changes: dict[str, int], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        SchedulerConfig(**changes)
-
-
-@pytest.mark.parametrize("capacity", [(0, 16, 10), (8, 0, 10), (8, 16, 0)])
-def test_a_worker_without_room_is_no_worker(capacity: tuple[int, int, int]) -> None:
-    with pytest.raises(ValueError, match="at least one block"):
-        WorkerCapacity(*capacity)
-
-
 # ---------------------------------------------------------------- boundaries
 
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 15, 16, 17, 32, 16 + BLOCK]
