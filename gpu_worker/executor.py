@@ -24,6 +24,7 @@ from gpu_worker.block_table import ProtocolError
 from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel, load_model, run_without_cache
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.prepare import prepare
 from wire.config import Settings
 from wire.messages import ModelRunnerOutput, SchedulerOutput
 
@@ -66,12 +67,18 @@ class Executor:
         """The highest epoch seen."""
         return self._runner.epoch if self._runner is not None else 0
 
+    @property
+    def runner(self) -> ModelRunner:
+        """What runs the steps, once the model is loaded. For the device thread."""
+        assert self._runner is not None, "load comes first"
+        return self._runner
+
     async def load(self, find_folder: Callable[[], Path]) -> DeviceInfo:
         """Find the model, load it, make the cache and warm up.
 
         Raises SettingsError or StartupError when that cannot be.
         """
-        return await self._run(lambda: self._load(find_folder()))
+        return await self._run(lambda: self.load_here(find_folder()))
 
     def submit(self, step: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None]:
         """Run a step after those given before; None for one of an epoch that is over.
@@ -94,12 +101,14 @@ class Executor:
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @torch.inference_mode()
-    def _load(self, folder: Path) -> DeviceInfo:
+    def load_here(self, folder: Path) -> DeviceInfo:
+        """Load a folder on the calling thread, for a process that has no other use for it."""
         with contextlib.suppress(RuntimeError):  # torch takes it once, and only before any work
             torch.set_num_interop_threads(1)
         settings = self._settings
         model = load_model(settings, folder)
         backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
+        model = prepare(settings, model, backend)
         capacity = self._fit(model)
         self._runner = ModelRunner(model, backend, capacity)
         self._runner.warm_up()
@@ -129,12 +138,11 @@ class Executor:
 
     @torch.inference_mode()
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
-        assert self._runner is not None, "load comes first"
         if self._is_broken:
             return _failed(step, "a step before it failed")
         self.running = RunningStep(step.epoch, step.step_id, time.monotonic())
         try:
-            return self._runner.execute(step)
+            return self.runner.execute(step)
         except ProtocolError as error:
             self._is_broken = True
             log.error("step_refused", epoch=step.epoch, step=step.step_id, error=str(error))
@@ -147,8 +155,7 @@ class Executor:
             self.running = None
 
     def _reset(self) -> None:
-        assert self._runner is not None, "load comes first"
-        self._runner.reset()
+        self.runner.reset()
         self._is_broken = False
 
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from gpu_worker.attention.base import (
     LayerAttention,
     paged_attention,
 )
+from gpu_worker.native.library import processor_features
 from wire.config import Settings, SettingsError
 from wire.service import StartupError
 
@@ -31,6 +32,19 @@ ATTENTION_NAME = "paged"
 
 transformers.AttentionInterface.register(ATTENTION_NAME, paged_attention)
 _hf_logging: Any = transformers.logging  # untyped
+
+
+class Decoder(Protocol):
+    """What runs in the place of a stock module."""
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logits_indices: Tensor,
+        backend: AttentionBackend,
+    ) -> Tensor:
+        """As `LoadedModel.forward`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +55,10 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     kv_shapes: list[KVShape]  # by layer
+    attention: list[LayerAttention]  # by layer
     vocab_size: int  # width of the logits
     max_model_len: int
+    decoder: Decoder | None = None  # runs in the module's place, where the model was rewritten
 
     def forward(
         self,
@@ -52,6 +68,8 @@ class LoadedModel:
         backend: AttentionBackend,
     ) -> Tensor:
         """Run tokens (T,) at positions (T,); logits (N, vocab_size) of those at indices (N,)."""
+        if self.decoder is not None:
+            return self.decoder.forward(token_ids, positions, logits_indices, backend)
         return _forward(self.module, token_ids, positions, logits_indices, backend)
 
 
@@ -85,12 +103,12 @@ def load_model(settings: Settings, folder: Path) -> LoadedModel:
             **options,
         )
         module = module.eval().to(device)
-        kv_shapes, vocab_size = _probe(module, config, device)
+        kv_shapes, attention, vocab_size = _probe(module, config, device)
     except StartupError:
         raise
     except Exception as error:  # likewise
         raise StartupError(f"{folder} cannot be served: {_first_line(error)}") from error
-    return LoadedModel(module, device, dtype, kv_shapes, vocab_size, max_model_len)
+    return LoadedModel(module, device, dtype, kv_shapes, attention, vocab_size, max_model_len)
 
 
 def pick_device(settings: Settings) -> torch.device:
@@ -136,16 +154,7 @@ def _fast_dtypes(device: torch.device) -> set[torch.dtype]:
     if device.type == "cuda":
         has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return {torch.float16, torch.bfloat16} if has_bfloat16 else {torch.float16}
-    return {torch.bfloat16} if {"avx512_bf16", "amx_bf16"} & _cpu_flags() else set()
-
-
-def _cpu_flags() -> set[str]:
-    """What the kernel says of the processor; empty where it says nothing."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+    return {torch.bfloat16} if {"avx512_bf16", "amx_bf16"} & processor_features() else set()
 
 
 # ---------------------------------------------------------------- finding out by trying
@@ -156,6 +165,7 @@ class _Probe(AttentionBackend):
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}
+        self.attention: dict[int, LayerAttention] = {}
 
     def alloc_kv(self, shapes: Sequence[KVShape], num_blocks: int) -> None: ...
 
@@ -165,6 +175,7 @@ class _Probe(AttentionBackend):
         self.shapes[layer] = KVShape(key.shape[0], key.shape[2], value.shape[2])
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:
+        self.attention[layer] = how
         num_heads, num_tokens, _ = query.shape
         return query.new_zeros(num_tokens, num_heads, self.shapes[layer].value_dim)
 
@@ -175,8 +186,10 @@ def run_without_cache(model: LoadedModel, num_tokens: int) -> None:
     model.forward(token_ids, torch.arange(num_tokens, device=model.device), token_ids, _Probe())
 
 
-def _probe(module: Any, config: Any, device: torch.device) -> tuple[list[KVShape], int]:
-    """Run two tokens: the shapes that the layers write, and the width of the logits."""
+def _probe(
+    module: Any, config: Any, device: torch.device
+) -> tuple[list[KVShape], list[LayerAttention], int]:
+    """Run two tokens: what the layers write, how they attend, and the width of the logits."""
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
         raise StartupError(f"{type(module).__name__} cannot compute the logits of chosen tokens")
     probe = _Probe()
@@ -189,7 +202,8 @@ def _probe(module: Any, config: Any, device: torch.device) -> tuple[list[KVShape
             f"{type(module).__name__}: {len(probe.shapes)} of {num_layers} layers attend through "
             "the interface of transformers; models with other layers are not served"
         )
-    return [probe.shapes[layer] for layer in range(num_layers)], logits.shape[-1]
+    shapes = [probe.shapes[layer] for layer in range(num_layers)]
+    return shapes, [probe.attention[layer] for layer in range(num_layers)], logits.shape[-1]
 
 
 def _forward(

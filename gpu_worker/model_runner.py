@@ -36,14 +36,14 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, backend: AttentionBackend, capacity: Capacity) -> None:
         self.capacity = capacity
         self.epoch = 0  # the highest seen
-        self._model = model
+        self.model = model
         self._backend = backend
         backend.alloc_kv(model.kv_shapes, capacity.num_blocks)
         self._states = RequestStates(capacity, model.device)
 
     def reset(self) -> None:
         """Hold no request. What the cache holds means nothing any more."""
-        self._states = RequestStates(self.capacity, self._model.device)
+        self._states = RequestStates(self.capacity, self.model.device)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None for one of an epoch that is over.
@@ -94,7 +94,7 @@ class ModelRunner:
 
     def _run(self, work: Work) -> SamplerOutput:
         if not len(work.rows):
-            nothing = torch.zeros(0, dtype=torch.int64, device=self._model.device)
+            nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
             return SamplerOutput(nothing, nothing.bool())
         logits = self._logits(work)
         states, sampling = self._states, work.rows[work.samples]
@@ -130,7 +130,7 @@ class ModelRunner:
                 batch.query_start_loc, batch.seq_lens, batch.slot_mapping, batch.block_tables
             )
         )
-        return self._model.forward(
+        return self.model.forward(
             batch.token_ids, batch.positions, batch.logits_indices, self._backend
         )
 

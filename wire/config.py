@@ -69,6 +69,14 @@ class Settings(BaseSettings):
         description="Arithmetic of the model; `auto`: the checkpoint's where the device has fast "
         "arithmetic for it, else float32.",
     )
+    quantization: Literal["none", "int8"] = Field(
+        "none",
+        description="`int8`: weights as integers with a scale for each output, on the CPU.",
+    )
+    batch_invariant: bool = Field(
+        False,
+        description="Make an answer independent of what else is computed with it; costs speed.",
+    )
     max_model_len: PositiveInt | None = Field(
         None, description="Longest prompt plus output, in tokens; the model's own by default."
     )

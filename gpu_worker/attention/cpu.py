@@ -1,4 +1,4 @@
-"""Paged attention on the CPU by a kernel of our own (cpu.cpp): reads the blocks where they are.
+"""Paged attention on the CPU by a kernel of our own: reads the blocks where they are.
 
 Owns the cache in that kernel's layout: K (num_blocks, HK, block_size / 16, DK, 16), so that the
 scores of 16 tokens lie side by side in a register, and V (num_blocks, HK, block_size, DV).
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gpu_worker.attention import cpu_library
 from gpu_worker.attention.base import AttentionMetadata, KVShape, LayerAttention
-from gpu_worker.attention.cpu_library import NoLibraryError
+from gpu_worker.native import library
+from gpu_worker.native.library import NoLibraryError
 
 GROUP = 16  # tokens that lie side by side
 
@@ -23,8 +23,8 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _int64, _float, _address = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
-class _Step(ctypes.Structure):
-    """`Step` of cpu.cpp."""
+class Step(ctypes.Structure):
+    """`Step` of native/attention.h."""
 
     _fields_ = (
         *((name, _address) for name in ("query_start_loc", "seq_lens", "slots", "block_tables")),
@@ -51,7 +51,7 @@ class CpuAttention:
         self._caches: list[tuple[Tensor, Tensor]] = []
         self._libraries: dict[tuple[int, int], ctypes.CDLL] = {}
         self._metadata: AttentionMetadata | None = None
-        self._step = _Step()
+        self._step = Step()
 
     def prepare(self, shapes: Sequence[KVShape]) -> None:
         """Compile or load the kernel for these layers. Raises NoLibraryError."""
@@ -86,6 +86,11 @@ class CpuAttention:
         step.num_seqs, step.num_tokens = len(metadata.seq_lens), len(metadata.slot_mapping)
         step.table_stride = tables.stride(0)
         step.block_size = self._block_size
+
+    def step(self, num_heads: int, num_kv_heads: int) -> Step:
+        """Addresses of this step, for C++ that attends and writes by itself."""
+        self._step.num_heads, self._step.num_kv_heads = num_heads, num_kv_heads
+        return self._step
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store key (HK, T, DK) and value (HK, T, DV) by the slot mapping."""
@@ -130,7 +135,7 @@ class CpuAttention:
     def _library(self, shape: KVShape) -> ctypes.CDLL:
         sizes = shape.key_dim, shape.value_dim
         if sizes not in self._libraries:
-            self._libraries[sizes] = cpu_library.load(*sizes, self._cache_dir)
+            self._libraries[sizes] = library.load("attention", *sizes, self._cache_dir)
         return self._libraries[sizes]
 
     def _function(self, name: str, layer: int) -> ctypes._NamedFuncPointer:

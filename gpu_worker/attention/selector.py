@@ -9,8 +9,8 @@ import torch
 
 from gpu_worker.attention.base import AttentionBackend, KVShape
 from gpu_worker.attention.cpu import CpuAttention
-from gpu_worker.attention.cpu_library import NoLibraryError
 from gpu_worker.attention.torch import TorchAttention
+from gpu_worker.native.library import NoLibraryError
 from wire.config import Settings, SettingsError
 
 log = structlog.get_logger()

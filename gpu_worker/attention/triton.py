@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata, IntArray, KVShape, LayerAttention
-from gpu_worker.attention.cpu_library import NoLibraryError
+from gpu_worker.native.library import NoLibraryError
 from kernels.decode_attention import attend_decodes
 from kernels.decode_plan import DecodePlan, plan_decodes
 from kernels.paged_cache import PagedCache

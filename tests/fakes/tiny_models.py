@@ -20,7 +20,7 @@ _SIZES: dict[str, Any] = {
     "intermediate_size": 64,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
-    "head_dim": 8,
+    "head_dim": 16,
     "max_position_embeddings": MAX_LEN,
     "initializer_range": 0.2,
     "bos_token_id": 1,
@@ -31,6 +31,56 @@ _SIZES: dict[str, Any] = {
 
 def llama() -> Any:
     return transformers.LlamaConfig(**_SIZES, num_hidden_layers=2)
+
+
+def mistral() -> Any:
+    return transformers.MistralConfig(**_SIZES, num_hidden_layers=2, sliding_window=20)
+
+
+def qwen2() -> Any:
+    return transformers.Qwen2Config(**_SIZES, num_hidden_layers=2)
+
+
+def qwen3_moe() -> Any:
+    return transformers.Qwen3MoeConfig(
+        **_SIZES,
+        num_hidden_layers=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+
+
+def mixtral() -> Any:
+    return transformers.MixtralConfig(
+        **_SIZES, num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2
+    )
+
+
+def gemma2() -> Any:
+    """Scores with a soft cap; logits as well."""
+    return transformers.Gemma2Config(
+        **_SIZES, num_hidden_layers=2, sliding_window=20, query_pre_attn_scalar=16
+    )
+
+
+def phi3() -> Any:
+    """One matrix for queries, keys and values."""
+    return transformers.Phi3Config(
+        **{**_SIZES, "num_attention_heads": 3, "num_key_value_heads": 1}, num_hidden_layers=2
+    )
+
+
+def olmo2() -> Any:
+    """Norms behind attention and MLP."""
+    return transformers.Olmo2Config(
+        **{**_SIZES, "num_attention_heads": 3, "num_key_value_heads": 1}, num_hidden_layers=2
+    )
+
+
+def gpt_neox() -> Any:
+    """Attention and MLP side by side, rotary on a quarter of each head."""
+    return transformers.GPTNeoXConfig(**{**_SIZES, "num_attention_heads": 3}, num_hidden_layers=2)
 
 
 def qwen3() -> Any:
@@ -44,7 +94,7 @@ def gemma3() -> Any:
         num_hidden_layers=4,
         sliding_window=20,
         layer_types=["sliding_attention", "full_attention"] * 2,
-        query_pre_attn_scalar=8,
+        query_pre_attn_scalar=16,
     )
 
 
@@ -71,7 +121,24 @@ def gpt_oss() -> Any:
     )
 
 
-ARCHITECTURES = {f.__name__: f for f in (llama, qwen3, gemma3, gpt2, gpt_oss)}
+ARCHITECTURES = {
+    f.__name__: f
+    for f in (
+        llama,
+        mistral,
+        qwen2,
+        qwen3,
+        qwen3_moe,
+        mixtral,
+        gemma2,
+        gemma3,
+        phi3,
+        olmo2,
+        gpt_neox,
+        gpt2,
+        gpt_oss,
+    )
+}
 
 
 def save(config: Any, folder: Path, seed: int = 0) -> Path:

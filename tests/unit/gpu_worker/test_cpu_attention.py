@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_worker.attention import cpu_library
 from gpu_worker.attention.base import KVShape
 from gpu_worker.attention.cpu import CpuAttention
-from gpu_worker.attention.cpu_library import NoLibraryError
 from gpu_worker.attention.selector import select_backend
 from gpu_worker.attention.torch import TorchAttention
+from gpu_worker.native import library
+from gpu_worker.native.library import NoLibraryError
 from tests.unit.gpu_worker.test_torch_attention import (
     BLOCK,
     CPU,
@@ -93,15 +93,15 @@ def test_a_row_says_the_same_in_every_batch(new_step: Any) -> None:
 def test_what_was_compiled_once_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpu_library.load(16, 16, tmp_path)
-    monkeypatch.setattr(cpu_library, "_compile", lambda *_: pytest.fail("compiled again"))
-    cpu_library.load(16, 16, tmp_path)
+    library.load("attention", 16, 16, tmp_path)
+    monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
+    library.load("attention", 16, 16, tmp_path)
 
 
 def test_without_a_compiler_plain_torch_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_library.shutil, "which", lambda name: None)
+    monkeypatch.setattr(library.shutil, "which", lambda name: None)
     settings = load(model_cache_dir=tmp_path)
     assert isinstance(select_backend(settings, torch.float32, CPU, [SHAPE]), TorchAttention)
     asked_for = load(["ATTENTION_BACKEND=cpu"], model_cache_dir=tmp_path)
@@ -115,4 +115,4 @@ def test_what_the_kernel_cannot_do_is_said(tmp_path: Path) -> None:
     with pytest.raises(NoLibraryError, match="BLOCK_SIZE=24"):
         CpuAttention(24, torch.float32, tmp_path)
     with pytest.raises(NoLibraryError, match="head size 9"):
-        cpu_library.load(9, 9, tmp_path)
+        library.load("attention", 9, 9, tmp_path)

@@ -119,7 +119,7 @@ def test_auto_takes_the_checkpoints_dtype_where_the_processor_is_fast_at_it(
     chosen: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(model_loader, "_cpu_flags", lambda: flags)
+    monkeypatch.setattr(model_loader, "processor_features", lambda: flags)
     assert pick_dtype(load(), checkpoint, CPU) == chosen
     assert pick_dtype(load(dtype="float16"), checkpoint, CPU) == torch.float16
 

@@ -157,7 +157,7 @@ def test_logits_that_are_not_finite_are_an_error_of_their_request_alone(
 ) -> None:
     runner = make_runner()
     sick = tiny_models.VOCAB - 1
-    runner._model.module.model.embed_tokens.weight.data[sick] = torch.inf
+    runner.model.module.model.embed_tokens.weight.data[sick] = torch.inf
     requests = [
         new_request(1, prompt_token_ids=token_ids([sick] * 4)),
         new_request(2, block_ids=[4]),

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from gpu_worker.attention.base import KVShape, LayerAttention
-from gpu_worker.attention.cpu_library import NoLibraryError
 from gpu_worker.attention.triton import TritonAttention
+from gpu_worker.native.library import NoLibraryError
 from tests.unit.gpu_worker.test_torch_attention import (
     BLOCK,
     CPU,

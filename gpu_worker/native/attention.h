@@ -1,7 +1,6 @@
 // Ragged paged attention on the CPU, and the cache write beside it.
 //
-// Compiled for one head size at a time (see cpu.py): DK and DV are the key and value sizes, VL is
-// the number of floats in a vector register of this machine.
+// Compiled for one head size at a time: DK and DV are the key and value sizes.
 //
 // The cache of a layer, for each block and key/value head h:
 //     K  [block][h][group][DK][16]   16 tokens side by side: scores need no sum across a register
@@ -12,84 +11,19 @@
 // group (GQA) packed together, so that each key and value that is loaded serves R rows. A row sees
 // the keys [first, last). Softmax is online, in powers of two.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#pragma once
+
 #include <vector>
+
+#include "numbers.h"
 
 namespace {
 
-constexpr int GROUP = 16;              // tokens of a group
-constexpr int LANES = GROUP / VL;      // registers that hold one number for each token of a group
-constexpr int R = 12;                  // rows of a full tile
-constexpr float LOG2E = 1.44269504f;
-constexpr float NONE = -INFINITY;
+constexpr int GROUP = 16;          // tokens of a group
+constexpr int LANES = GROUP / VL;  // registers that hold one number for each token of a group
+constexpr int R = 12;              // rows of a full tile
 
 static_assert(GROUP % VL == 0 && DV % VL == 0, "sizes are multiples of the vector length");
-
-typedef float vec __attribute__((vector_size(VL * 4)));
-typedef int32_t ivec __attribute__((vector_size(VL * 4)));
-typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
-typedef uint16_t hvec __attribute__((vector_size(VL * 2)));
-
-// ------------------------------------------------------------------ numbers
-
-inline float to_float(float x) { return x; }
-inline float to_float(uint16_t x) {  // bfloat16: the upper half of a float
-    uint32_t bits = uint32_t(x) << 16;
-    float f;
-    memcpy(&f, &bits, 4);
-    return f;
-}
-inline void put(float *p, float v) { *p = v; }
-inline void put(uint16_t *p, float v) {  // round to nearest even
-    uint32_t bits;
-    memcpy(&bits, &v, 4);
-    *p = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-inline vec load(const float *p) {
-    vec v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-inline vec load(const uint16_t *p) {
-    hvec h;
-    memcpy(&h, p, sizeof h);
-    return (vec)(__builtin_convertvector(h, uvec) << 16);
-}
-inline vec all(float x) { return vec{} + x; }
-inline vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
-
-inline vec exp2v(vec x) {  // x <= 0; relative error < 2e-7 (Taylor, degree 6, on [-0.5, 0.5])
-    x = pick(x < all(-126.f), all(-126.f), x);
-    ivec n = __builtin_convertvector(x - 0.5f, ivec);
-    vec f = x - __builtin_convertvector(n, vec);
-    vec p = all(1.5403530e-4f);
-    p = p * f + 1.3333558e-3f;
-    p = p * f + 9.6181291e-3f;
-    p = p * f + 5.5504109e-2f;
-    p = p * f + 2.4022651e-1f;
-    p = p * f + 6.9314718e-1f;
-    p = p * f + 1.f;
-    return p * (vec)((n + 127) << 23);
-}
-inline vec tanhv(vec y) {  // by exp2 of something <= 0, so that nothing overflows
-    vec a = pick(y < all(0.f), -y, y);
-    vec e = exp2v(a * (-2.f * LOG2E));
-    vec t = (1.f - e) / (1.f + e);
-    return pick(y < all(0.f), -t, t);
-}
-inline float max_of(vec v) {
-    float m = v[0];
-    for (int i = 1; i < VL; i++) m = std::max(m, v[i]);
-    return m;
-}
-inline float sum_of(vec v) {
-    float s = 0;
-    for (int i = 0; i < VL; i++) s += v[i];
-    return s;
-}
 
 // ------------------------------------------------------------------ one tile
 
@@ -233,28 +167,37 @@ void attend_tile(const Row<T> *rows, int n, const T *keys, const T *values, cons
 
 // ------------------------------------------------------------------ one layer of a step
 
-struct Step {  // as cpu.py fills it; all addresses are of int64 arrays
+struct Step {  // as attention/cpu.py fills it; all addresses are of int64 arrays
     const int64_t *query_start_loc, *seq_lens, *slots, *block_tables;
     int64_t num_seqs, num_tokens, table_stride, num_heads, num_kv_heads, block_size;
 };
 
 template <class T>
-void attend(const Step &step, const T *query, int64_t token_stride, int64_t head_stride,
-            const T *keys, const T *values, float scale, int64_t window, float softcap,
-            const float *sinks, T *out) {
-    const int64_t per_kv = step.num_heads / step.num_kv_heads;
-    const Layer layer{step.num_kv_heads, step.block_size, scale, softcap};
-    std::vector<int64_t> first_tile(step.num_seqs + 1);  // of each sequence
-    for (int64_t s = 0, tile = 0; s <= step.num_seqs; s++) {
-        first_tile[s] = tile;
-        if (s < step.num_seqs) {
+struct Attention {  // one layer's, cut into items that may be done in any order
+    const Step &step;
+    const T *query;
+    int64_t token_stride, head_stride;
+    const T *keys, *values;
+    float scale;
+    int64_t window;
+    float softcap;
+    const float *sinks;
+    T *out;
+    int64_t out_stride;  // from token to token
+
+    static std::vector<int64_t> first_tiles(const Step &step) {  // of each sequence, and the end
+        const int64_t per_kv = step.num_heads / step.num_kv_heads;
+        std::vector<int64_t> first(step.num_seqs + 1);
+        for (int64_t s = 0; s < step.num_seqs; s++) {
             const int64_t n = step.query_start_loc[s + 1] - step.query_start_loc[s];
-            tile += (n * per_kv + R - 1) / R;
+            first[s + 1] = first[s] + (n * per_kv + R - 1) / R;
         }
+        return first;
     }
-    const int64_t num_items = first_tile[step.num_seqs] * step.num_kv_heads;
-#pragma omp parallel for schedule(dynamic, 2)
-    for (int64_t item = 0; item < num_items; item++) {
+
+    void attend(int64_t item, const std::vector<int64_t> &first_tile) const {
+        const int64_t per_kv = step.num_heads / step.num_kv_heads;
+        const Layer layer{step.num_kv_heads, step.block_size, scale, softcap};
         // The last tiles of a prompt see the most keys: they go first.
         const int64_t tile = first_tile[step.num_seqs] - 1 - item / step.num_kv_heads;
         const int64_t head = item % step.num_kv_heads;
@@ -268,7 +211,7 @@ void attend(const Step &step, const T *query, int64_t token_stride, int64_t head
             const int64_t i = (row + r) / per_kv, h = head * per_kv + (row + r) % per_kv;
             const int64_t last = num_before + i + 1;
             rows[r].query = query + (start + i) * token_stride + h * head_stride;
-            rows[r].out = out + ((start + i) * step.num_heads + h) * DV;
+            rows[r].out = out + (start + i) * out_stride + h * DV;
             rows[r].first = window > 0 ? std::max<int64_t>(0, last - window) : 0;
             rows[r].last = last;
             rows[r].sink = sinks ? sinks[h] : NONE;
@@ -276,41 +219,20 @@ void attend(const Step &step, const T *query, int64_t token_stride, int64_t head
         attend_tile(rows, num_rows, keys, values, step.block_tables + s * step.table_stride, head,
                     layer);
     }
-}
+};
 
 template <class T>
-void write(const Step &step, const T *key, int64_t k_token, int64_t k_head, const T *value,
-           int64_t v_token, int64_t v_head, T *keys, T *values) {
+void write_token(const Step &step, int64_t t, const T *key, int64_t k_head, const T *value,
+                 int64_t v_head, T *keys, T *values) {
+    if (step.slots[t] < 0) return;
     const int64_t groups_per_block = step.block_size / GROUP;
-#pragma omp parallel for schedule(static) if (step.num_tokens > 64)
-    for (int64_t t = 0; t < step.num_tokens; t++) {
-        if (step.slots[t] < 0) continue;
-        const int64_t block = step.slots[t] / step.block_size, place = step.slots[t] % step.block_size;
-        for (int64_t h = 0; h < step.num_kv_heads; h++) {
-            const int64_t at = block * step.num_kv_heads + h;
-            T *k = keys + (at * groups_per_block + place / GROUP) * DK * GROUP + place % GROUP;
-            const T *from = key + t * k_token + h * k_head;
-            for (int d = 0; d < DK; d++) k[d * GROUP] = from[d];
-            memcpy(values + (at * step.block_size + place) * DV, value + t * v_token + h * v_head,
-                   DV * sizeof(T));
-        }
+    const int64_t block = step.slots[t] / step.block_size, place = step.slots[t] % step.block_size;
+    for (int64_t h = 0; h < step.num_kv_heads; h++) {
+        const int64_t at = block * step.num_kv_heads + h;
+        T *k = keys + (at * groups_per_block + place / GROUP) * DK * GROUP + place % GROUP;
+        for (int d = 0; d < DK; d++) k[d * GROUP] = key[h * k_head + d];
+        memcpy(values + (at * step.block_size + place) * DV, value + h * v_head, DV * sizeof(T));
     }
 }
 
 }  // namespace
-
-#define DOOR(NAME, T)                                                                             \
-    extern "C" void attend_##NAME(const Step *step, const T *query, int64_t token_stride,          \
-                                  int64_t head_stride, const T *keys, const T *values, float scale, \
-                                  int64_t window, float softcap, const float *sinks, T *out) {     \
-        attend<T>(*step, query, token_stride, head_stride, keys, values, scale, window, softcap,   \
-                  sinks, out);                                                                     \
-    }                                                                                              \
-    extern "C" void write_##NAME(const Step *step, const T *key, int64_t k_token, int64_t k_head,  \
-                                 const T *value, int64_t v_token, int64_t v_head, T *keys,         \
-                                 T *values) {                                                      \
-        write<T>(*step, key, k_token, k_head, value, v_token, v_head, keys, values);               \
-    }
-
-DOOR(float32, float)
-DOOR(bfloat16, uint16_t)

@@ -1,6 +1,6 @@
-"""Compiles cpu.cpp for one head size on this machine, once, and keeps what came out.
+"""Compiles a C++ source of this folder on this machine, once, and keeps what came out.
 
-Owns the folder of compiled libraries. What is in it depends on the source, the compiler, the flags
+Owns the folder of compiled libraries. What is in it depends on the sources, the compiler, the flags
 and the processor, all of which are in the name of a file.
 """
 
@@ -24,8 +24,10 @@ class NoLibraryError(Exception):
     """The kernel cannot be had here; the text says why."""
 
 
-def load(key_dim: int, value_dim: int, cache_dir: Path) -> ctypes.CDLL:
-    """Compile the kernel for these head sizes, or take what an earlier start compiled.
+def load(name: str, key_dim: int, value_dim: int, cache_dir: Path, **defines: str) -> ctypes.CDLL:
+    """Compile `name`.cpp for these head sizes, or take what an earlier start compiled.
+
+    `defines` are further macros of the source.
 
     Raises:
         NoLibraryError: there is no compiler, or it fails.
@@ -37,28 +39,20 @@ def load(key_dim: int, value_dim: int, cache_dir: Path) -> ctypes.CDLL:
     lanes, vector_flags = _vectors()
     if value_dim % lanes:
         raise NoLibraryError(f"head size {value_dim} is no multiple of {lanes}")
-    source = resources.files("gpu_worker.attention").joinpath("cpu.cpp").read_text(encoding="utf-8")
     flags = [*_FLAGS, *vector_flags, f"-DDK={key_dim}", f"-DDV={value_dim}", f"-DVL={lanes}"]
-    library = cache_dir / f"attention-{_digest(source, flags, compiler)}.so"
+    flags += [f"-D{macro}={value}" for macro, value in defines.items()]
+    sources = _sources()
+    library = cache_dir / f"{name}-{_digest(sources, flags, compiler)}.so"
     if not library.exists():
-        _compile(compiler, flags, source, library)
+        _compile(compiler, flags, sources, f"{name}.cpp", library)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NoLibraryError(f"{library}: {error}") from None
 
 
-def _vectors() -> tuple[int, list[str]]:
-    """Floats in a vector register of this processor, and the flags that let the compiler use it."""
-    features = _cpu_features()
-    if "avx512f" in features:
-        return 16, ["-march=native", "-mprefer-vector-width=512"]
-    if {"avx2", "fma"} <= features:
-        return 8, ["-march=native"]
-    return 4, []
-
-
-def _cpu_features() -> set[str]:
+def processor_features() -> set[str]:
+    """What the kernel says of the processor; empty where it says nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -67,29 +61,45 @@ def _cpu_features() -> set[str]:
     return set(flags.partition(":")[2].split())
 
 
-def _digest(source: str, flags: list[str], compiler: str) -> str:
+def _vectors() -> tuple[int, list[str]]:
+    """Floats in a vector register of this processor, and the flags that let the compiler use it."""
+    features = processor_features()
+    if "avx512f" in features:
+        return 16, ["-march=native", "-mprefer-vector-width=512"]
+    if {"avx2", "fma"} <= features:
+        return 8, ["-march=x86-64-v3"]
+    return 4, []
+
+
+def _sources() -> dict[str, str]:
+    """Every C++ file of this folder, by name."""
+    files = resources.files("gpu_worker.native").iterdir()
+    found = {f.name: f.read_text("utf-8") for f in files if f.name.endswith((".h", ".cpp"))}
+    return dict(sorted(found.items()))
+
+
+def _digest(sources: dict[str, str], flags: list[str], compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout
-    features = sorted(_cpu_features())
-    parts = (source, *flags, version, platform.machine(), *features)
+    features = sorted(processor_features())
+    parts = (*sources.values(), *flags, version, platform.machine(), *features)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
-def _compile(compiler: str, flags: list[str], source: str, library: Path) -> None:
+def _compile(
+    compiler: str, flags: list[str], sources: dict[str, str], main: str, library: Path
+) -> None:
     """Compile beside the target and rename, so that nobody ever loads half a file."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        for name, text in sources.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
         made = Path(folder) / "made.so"
-        command = [compiler, *flags, "-x", "c++", "-", "-o", str(made)]
+        command = [compiler, *flags, str(Path(folder) / main), "-o", str(made)]
         try:
             done = subprocess.run(
-                command,
-                input=source,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=_COMPILE_TIMEOUT_S,
+                command, capture_output=True, text=True, check=False, timeout=_COMPILE_TIMEOUT_S
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise NoLibraryError(f"{compiler}: {error}") from None

@@ -1,0 +1,254 @@
+// A whole forward of a decoder of the Llama kind, for one step, in one parallel region.
+//
+//     x = embedding                                                   float, the residual stream
+//     each layer:  q, k, v = Wqkv norm(x);  rotate;  write k, v;  x += Wo attention(q)
+//                  x += Wdown (silu(Wgate norm(x)) * Wup norm(x))     gate and up by turns, 16 each
+//     logits = Whead norm(x) of the rows that sample
+//
+// Compiled for MODEL_TYPE, in which the model and its cache are kept (float, or uint16_t for
+// bfloat16), and WEIGHT_TYPE, in which weights are packed (the same, or int8_t).
+
+#include "attention.h"
+#include "matmul.h"
+#include "team.h"
+
+namespace {
+
+struct LayerWeights {
+    const float *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be missing
+    Linear qkv, out, gate_up, down;
+    void *keys, *values;
+    int64_t window;  // 0: none
+};
+
+struct Decoder {
+    int64_t hidden, intermediate, num_heads, num_kv_heads, vocab;
+    const float *cos, *sin;  // [positions][DK / 2]
+    const LayerWeights *layers;
+    const void *embedding;
+    const float *norm;
+    Linear head;
+    float eps, scale;
+};
+
+struct Work {
+    const int64_t *token_ids, *positions;  // of each token; no ids: x is given
+    const int64_t *logits_indices;
+    int64_t num_logits;
+    float *logits;               // [num_logits][vocab]
+    float *x;                    // [tokens][hidden padded to COLS]
+    char *arena;                 // zeros at first
+    int64_t max_tokens;          // that the arena is for
+    int64_t first_layer, last_layer;
+    double *seconds;  // [KINDS] of phases, counted up
+    int64_t has_tiles, is_invariant;
+};
+
+enum Kind { PRODUCTS, ATTENTION, ROTARY, NORMS, KINDS };
+
+inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+template <class T, class W>
+class Forward {
+    using Act = typename Beside<W>::Act;
+    using Sum = typename Beside<W>::Sum;
+    static constexpr bool IS_SCALED = std::is_same_v<W, int8_t>;
+
+    struct Rows {  // of a matrix with a stride
+        T *data;
+        int64_t stride;
+        T *operator[](int64_t row) const { return data + row * stride; }
+    };
+
+  public:
+    Forward(const Decoder &decoder, const Step &step, const Work &work)
+        : d(decoder), step(step), work(work),
+          machine{work.has_tiles != 0, work.is_invariant != 0},
+          num_tokens(step.num_tokens), x_stride(padded(d.hidden, COLS)),
+          act_stride(padded(std::max({d.hidden, d.intermediate, d.num_heads * DV}), 64)) {
+        char *at = work.arena;
+        const int64_t rows = padded(work.max_tokens, BLOCK_ROWS);
+        const auto take = [&](int64_t bytes) {
+            char *taken = at;
+            at += padded(bytes, 64);
+            return taken;
+        };
+        acts = (Act *)take(rows * act_stride * sizeof(Act));
+        scales = (float *)take(rows * sizeof(float));
+        qkv.stride = padded((d.num_heads + 2 * d.num_kv_heads) * DK, COLS);
+        attended.stride = padded(d.num_heads * DV, 64);
+        activated.stride = padded(d.intermediate, 64);
+        for (Rows *r : {&qkv, &attended, &activated})
+            r->data = (T *)take(rows * r->stride * sizeof(T));
+        size = at - work.arena;
+    }
+
+    int64_t arena_size() const { return size; }
+
+    void run() {
+        const auto first_tile = Attention<T>::first_tiles(step);
+        Team team;
+#pragma omp parallel
+        {
+            const TileConfig tiles(machine.has_tiles);
+            Member me(team, work.seconds);
+            if (work.token_ids) me.each(NORMS, num_tokens, [&](int64_t t) { embed(t); });
+            for (int64_t l = work.first_layer; l < work.last_layer; l++)
+                run_layer(me, d.layers[l], first_tile);
+            if (work.num_logits > 0) run_head(me);
+        }
+    }
+
+  private:
+    void run_layer(Member &me, const LayerWeights &layer, const std::vector<int64_t> &first_tile) {
+        me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.input_norm); });
+        multiply(me, acts, act_stride, num_tokens, layer.qkv,
+                 [&](int64_t t, int64_t panel, const float *y) {
+                     for (int i = 0; i < COLS; i += VL) store(qkv[t] + panel * COLS + i, load(y + i));
+                 });
+        me.each(ROTARY, num_tokens, [&](int64_t t) { rotate_and_write(t, layer); });
+        const Attention<T> attention{
+            step, qkv.data, qkv.stride, DK, (const T *)layer.keys, (const T *)layer.values,
+            d.scale, layer.window, 0.f, nullptr, attended.data, attended.stride};
+        me.each(ATTENTION, first_tile.back() * d.num_kv_heads,
+                [&](int64_t item) { attention.attend(item, first_tile); });
+        add_product(me, attended, d.num_heads * DV, layer.out);
+        me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.post_norm); });
+        multiply(me, acts, act_stride, num_tokens, layer.gate_up,
+                 [&](int64_t t, int64_t panel, const float *y) {
+                     constexpr int HALF = COLS / 2;
+                     for (int i = 0; i < HALF; i += VL) {
+                         const vec gate = load(y + i);
+                         store(activated[t] + panel * HALF + i,
+                               gate * sigmoidv(gate) * load(y + HALF + i));
+                     }
+                 });
+        add_product(me, activated, d.intermediate, layer.down);
+    }
+
+    void run_head(Member &me) {
+        me.each(NORMS, work.num_logits,
+                [&](int64_t i) { normalize(i, x(work.logits_indices[i]), d.norm); });
+        multiply(me, acts, act_stride, work.num_logits, d.head,
+                 [&](int64_t i, int64_t panel, const float *y) {
+                     const int64_t first = panel * COLS;
+                     memcpy(work.logits + i * d.vocab + first, y,
+                            std::min<int64_t>(COLS, d.vocab - first) * sizeof(float));
+                 });
+    }
+
+    float *x(int64_t t) const { return work.x + t * x_stride; }
+
+    void embed(int64_t t) const {
+        const T *row = (const T *)d.embedding + work.token_ids[t] * d.hidden;
+        for (int64_t i = 0; i < d.hidden; i += VL) store(x(t) + i, load(row + i));
+    }
+
+    // RMSNorm of a row of the residual stream; `to` is the row of the activations.
+    void normalize(int64_t to, const float *row, const float *weight) const {
+        vec squares{};
+        for (int64_t i = 0; i < d.hidden; i += VL) squares += load(row + i) * load(row + i);
+        const float factor = 1.f / std::sqrt(sum_of(squares) / float(d.hidden) + d.eps);
+        const auto numbers = [&](int64_t i) { return load(row + i) * factor * load(weight + i); };
+        Act *out = acts + to * act_stride;
+        if constexpr (IS_SCALED)
+            quantize(d.hidden, numbers, out, scales + to);
+        else
+            for (int64_t i = 0; i < d.hidden; i += VL) store(out + i, numbers(i));
+    }
+
+    void rotate_and_write(int64_t t, const LayerWeights &layer) const {
+        T *row = qkv[t];
+        const int64_t num_rotated = d.num_heads + d.num_kv_heads;
+        for (int64_t h = 0; h < num_rotated; h++)
+            rotate(row + h * DK, work.positions[t], h < d.num_heads ? layer.q_norm : layer.k_norm);
+        const T *key = row + d.num_heads * DK, *value = row + num_rotated * DK;
+        write_token(step, t, key, DK, value, DV, (T *)layer.keys, (T *)layer.values);
+    }
+
+    void rotate(T *head, int64_t position, const float *norm) const {
+        constexpr int HALF = DK / 2;
+        float numbers[DK];
+        for (int i = 0; i < DK; i++) numbers[i] = to_float(head[i]);
+        if (norm) {
+            float squares = 0;
+            for (int i = 0; i < DK; i++) squares += numbers[i] * numbers[i];
+            const float factor = 1.f / std::sqrt(squares / DK + d.eps);
+            for (int i = 0; i < DK; i++) numbers[i] *= factor * norm[i];
+        }
+        const float *cos = d.cos + position * HALF, *sin = d.sin + position * HALF;
+        for (int i = 0; i < HALF; i++) {
+            put(head + i, numbers[i] * cos[i] - numbers[i + HALF] * sin[i]);
+            put(head + i + HALF, numbers[i + HALF] * cos[i] + numbers[i] * sin[i]);
+        }
+    }
+
+    // x += W rows, of which n numbers count.
+    void add_product(Member &me, const Rows &rows, int64_t n, const Linear &linear) {
+        const auto add = [&](int64_t t, int64_t panel, const float *y) {
+            float *to = x(t) + panel * COLS;
+            for (int i = 0; i < COLS; i += VL) store(to + i, load(to + i) + load(y + i));
+        };
+        if constexpr (IS_SCALED) {
+            me.each(NORMS, num_tokens, [&](int64_t t) {
+                quantize(n, [&](int64_t i) { return load(rows[t] + i); }, acts + t * act_stride,
+                         scales + t);
+            });
+            multiply(me, acts, act_stride, num_tokens, linear, add);
+        } else {
+            multiply(me, rows.data, rows.stride, num_tokens, linear, add);
+        }
+    }
+
+    // The product of rows with a packed matrix; each row's COLS numbers of a panel go to `then`.
+    template <class Then>
+    void multiply(Member &me, const Act *a, int64_t stride, int64_t num_rows, const Linear &linear,
+                  Then then) {
+        constexpr int64_t AT_ONCE = 256;  // rows that stay near while all panels pass
+        const int64_t num_panels = linear.num_outputs / COLS;
+        const int64_t num_items = (num_rows + AT_ONCE - 1) / AT_ONCE * num_panels;
+        me.each(PRODUCTS, num_items, [&](int64_t item) {
+            const int64_t panel = item % num_panels, first = item / num_panels * AT_ONCE;
+            const int64_t end = std::min(num_rows, first + AT_ONCE);
+            const W *weights = (const W *)linear.weights + panel * COLS * linear.num_inputs;
+            alignas(64) Sum sums[BLOCK_ROWS * COLS];
+            alignas(64) float numbers[BLOCK_ROWS * COLS];
+            for (int64_t row = first; row < end; row += BLOCK_ROWS) {
+                const int rows = int(std::min<int64_t>(BLOCK_ROWS, end - row));
+                machine.block<W>(a + row * stride, stride, rows, weights, linear.num_inputs, sums);
+                float *y = numbers;
+                if constexpr (IS_SCALED)
+                    scale_back(linear, panel * COLS, scales + row, rows, sums, y);
+                else
+                    y = sums;
+                for (int r = 0; r < rows; r++, y += COLS) {
+                    if (linear.bias)
+                        for (int i = 0; i < COLS; i++) y[i] += linear.bias[panel * COLS + i];
+                    then(row + r, panel, y);
+                }
+            }
+        });
+    }
+
+    const Decoder &d;
+    const Step &step;
+    const Work &work;
+    const Machine machine;
+    const int64_t num_tokens, x_stride, act_stride;
+    Act *acts;
+    float *scales;  // of the rows in acts
+    Rows qkv, attended, activated;
+    int64_t size;
+};
+
+}  // namespace
+
+extern "C" int64_t has_tiles() { return ask_for_tiles(); }
+
+extern "C" void forward(const Decoder *decoder, const Step *step, const Work *work) {
+    Forward<MODEL_TYPE, WEIGHT_TYPE>(*decoder, *step, *work).run();
+}
+
+extern "C" int64_t arena_size(const Decoder *decoder, const Step *step, const Work *work) {
+    return Forward<MODEL_TYPE, WEIGHT_TYPE>(*decoder, *step, *work).arena_size();
+}

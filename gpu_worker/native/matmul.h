@@ -1,0 +1,243 @@
+// Products of activations with weights that were packed for them (packing.py).
+//
+// A *panel* holds the weights of COLS outputs, as the inner loop reads them:
+//     float      [inputs][COLS]
+//     bfloat16   [inputs / 2][COLS][2]    pairs of inputs, which one instruction multiplies and adds
+//     int8       [inputs / 4][COLS][4]    fours, likewise; activations are uint8 around ZERO
+// Inputs are padded to whole tiles with zeros, outputs to whole panels.
+//
+// Three forms of the inner loop: tiles (AMX), dot-product instructions (AVX-512), and vectors of
+// whatever length. A row's numbers do not depend on the rows beside it, except that a row alone is
+// added up in an order of its own, unless `is_invariant`.
+
+#pragma once
+
+#include <type_traits>
+
+#include "numbers.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+#define HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int COLS = 32;        // outputs of a panel
+constexpr int NV = COLS / VL;   // vectors that hold one number for each of them
+constexpr int BLOCK_ROWS = 32;  // rows that go through a panel together
+constexpr int ZERO = 128;       // what an activation of zero is as uint8
+constexpr int AHEAD = 4096;     // bytes of weights that are asked for before they are needed
+
+struct Linear {  // as decoder.py fills it
+    const void *weights;  // panels
+    const float *scales;  // int8: of each output
+    const int32_t *sums;  // int8: of each output's weights
+    const float *bias;    // or none
+    int64_t num_outputs, num_inputs;  // padded
+};
+
+// What rows of activations look like beside weights of a type, and what they add up to.
+template <class W> struct Beside;
+template <> struct Beside<float> { using Act = float; using Sum = float; static constexpr int PACK = 1; };
+template <> struct Beside<uint16_t> { using Act = uint16_t; using Sum = float; static constexpr int PACK = 2; };
+template <> struct Beside<int8_t> { using Act = uint8_t; using Sum = int32_t; static constexpr int PACK = 4; };
+
+inline vec dot(vec sum, const float *a, const float *w) { return sum + load(w) * *a; }
+inline vec dot(vec sum, const uint16_t *a, const uint16_t *w) {
+    uint32_t pair;
+    memcpy(&pair, a, 4);
+#ifdef __AVX512BF16__
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair),
+                                 (__m512bh)_mm512_loadu_si512(w));
+#else
+    uvec both;
+    memcpy(&both, w, sizeof both);
+    sum += (vec)(both << 16) * to_float(a[0]);
+    return sum + (vec)(both & 0xffff0000u) * to_float(a[1]);
+#endif
+}
+inline ivec dot(ivec sum, const uint8_t *a, const int8_t *w) {
+#ifdef __AVX512VNNI__
+    uint32_t four;
+    memcpy(&four, a, 4);
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(four), _mm512_loadu_si512(w));
+#else
+    ivec all_four;
+    memcpy(&all_four, w, sizeof all_four);
+    for (int i = 0; i < 4; i++) sum += ((all_four << (24 - 8 * i)) >> 24) * int32_t(a[i]);
+    return sum;
+#endif
+}
+
+// M rows through one panel; U sums that are added up at the end hide the latency of adding.
+template <class W, int M, int U>
+void vector_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int64_t k,
+                 typename Beside<W>::Sum *out) {
+    using Sum = typename Beside<W>::Sum;
+    using Vec = std::conditional_t<std::is_same_v<Sum, float>, vec, ivec>;
+    constexpr int PACK = Beside<W>::PACK;
+    Vec sum[U][M][NV];
+    for (int u = 0; u < U; u++)
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < NV; v++) sum[u][m][v] = Vec{};
+    for (int64_t i = 0; i < k; i += PACK * U)
+        for (int u = 0; u < U; u++) {
+            const W *at = w + (i + u * PACK) * COLS;
+            __builtin_prefetch((const char *)at + AHEAD);
+            if (sizeof(W) * PACK * COLS > 64) __builtin_prefetch((const char *)at + AHEAD + 64);
+            for (int m = 0; m < M; m++)
+                for (int v = 0; v < NV; v++)
+                    sum[u][m][v] = dot(sum[u][m][v], a + m * stride + i + u * PACK, at + v * VL * PACK);
+        }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < NV; v++) {
+            for (int u = 1; u < U; u++) sum[0][m][v] += sum[u][m][v];
+            memcpy(out + m * COLS + v * VL, &sum[0][m][v], sizeof(Vec));
+        }
+}
+
+template <class W>
+void vector_block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
+                  typename Beside<W>::Sum *out, bool is_invariant) {
+    constexpr int MOST = VL == 16 ? 12 : VL == 8 ? 3 : 1;  // rows whose sums fit into registers
+    if (rows == 1 && !is_invariant) return vector_rows<W, 1, 4>(a, stride, w, k, out);
+    while (rows > 0) {
+        int done;
+        if (rows >= MOST) vector_rows<W, MOST, 1>(a, stride, w, k, out), done = MOST;
+        else if (rows >= 4 && MOST > 4) vector_rows<W, 4, 1>(a, stride, w, k, out), done = 4;
+        else if (rows >= 2 && MOST > 2) vector_rows<W, 2, 1>(a, stride, w, k, out), done = 2;
+        else vector_rows<W, 1, 1>(a, stride, w, k, out), done = 1;
+        a += done * stride, out += done * COLS, rows -= done;
+    }
+}
+
+#ifdef HAS_TILES
+
+bool ask_for_tiles() {  // Linux gives them to a process that asks
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+
+class TileConfig {  // of the calling thread, while it lives
+  public:
+    explicit TileConfig(bool has_tiles) : has_tiles(has_tiles) {
+        if (!has_tiles) return;
+        alignas(64) struct {
+            uint8_t palette = 1, start_row = 0, unused[14] = {};
+            uint16_t bytes[16] = {};
+            uint8_t rows[16] = {};
+        } config;
+        for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+        __asm__ volatile("" : : "r"(&config) : "memory");  // all of it is read
+        _tile_loadconfig(&config);
+    }
+    ~TileConfig() {
+        if (has_tiles) _tile_release();
+    }
+
+  private:
+    bool has_tiles;
+};
+
+#define MULTIPLY_ADD(SUM, ACT, WEIGHT)                                          \
+    do {                                                                        \
+        if constexpr (std::is_same_v<W, int8_t>) _tile_dpbusd(SUM, ACT, WEIGHT); \
+        else _tile_dpbf16ps(SUM, ACT, WEIGHT);                                  \
+    } while (0)
+
+// Tiles 0 to 3 add up 32 rows by 32 outputs, 4 and 5 are activations, 6 and 7 weights.
+template <class W, bool TWO>
+void tile_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int64_t k,
+               typename Beside<W>::Sum *out) {
+    constexpr int STEP = 64 / sizeof(W);  // inputs of a tile
+    const int64_t a_bytes = stride * sizeof(*a);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < k; i += STEP) {
+        const char *at = (const char *)(w + i * COLS);
+        for (int o = 0; o < 2048; o += 64) __builtin_prefetch(at + AHEAD + o);
+        _tile_loadd(6, at, 128);
+        _tile_loadd(7, at + 64, 128);
+        _tile_loadd(4, a + i, a_bytes);
+        MULTIPLY_ADD(0, 4, 6);
+        MULTIPLY_ADD(1, 4, 7);
+        if constexpr (TWO) {
+            _tile_loadd(5, a + 16 * stride + i, a_bytes);
+            MULTIPLY_ADD(2, 5, 6);
+            MULTIPLY_ADD(3, 5, 7);
+        }
+    }
+    _tile_stored(0, out, COLS * 4);
+    _tile_stored(1, out + 16, COLS * 4);
+    if constexpr (TWO) {
+        _tile_stored(2, out + 16 * COLS, COLS * 4);
+        _tile_stored(3, out + 16 * COLS + 16, COLS * 4);
+    }
+}
+
+#else
+
+bool ask_for_tiles() { return false; }
+struct TileConfig {
+    explicit TileConfig(bool) {}
+};
+
+#endif
+
+// How rows go through panels here.
+struct Machine {
+    bool has_tiles, is_invariant;
+
+    // `rows` up to BLOCK_ROWS through one panel. Memory of `a` is there for rows up to a multiple
+    // of 16.
+    template <class W>
+    void block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
+               typename Beside<W>::Sum *out) const {
+#ifdef HAS_TILES
+        constexpr int FEW = 4;  // rows below which tiles are mostly empty
+        if constexpr (!std::is_same_v<W, float>)
+            if (has_tiles && (rows >= FEW || is_invariant)) {
+                if (rows > 16) tile_rows<W, true>(a, stride, w, k, out);
+                else tile_rows<W, false>(a, stride, w, k, out);
+                return;
+            }
+#endif
+        vector_block(a, stride, rows, w, k, out, is_invariant);
+    }
+};
+
+// Sums of int8 products as numbers: scaled back by row and by output.
+inline void scale_back(const Linear &linear, int64_t first, const float *row_scales, int rows,
+                       const int32_t *sums, float *out) {
+    for (int m = 0; m < rows; m++)
+        for (int i = 0; i < COLS; i++) {
+            const int32_t sum = sums[m * COLS + i] - ZERO * linear.sums[first + i];
+            out[m * COLS + i] = float(sum) * linear.scales[first + i] * row_scales[m];
+        }
+}
+
+// A row of n numbers, given VL at a time, as uint8 with a scale of its own. What is no number
+// stays none.
+template <class Numbers>
+void quantize(int64_t n, Numbers numbers, uint8_t *out, float *scale) {
+    vec most{}, none{};
+    for (int64_t i = 0; i < n; i += VL) {
+        const vec x = numbers(i);
+        const vec size = pick(x < all(0.f), -x, x);
+        most = pick(size > most, size, most);
+        none += x * 0.f;
+    }
+    const float peak = max_of(most), factor = peak > 0 ? 127.f / peak : 0.f;
+    for (int64_t i = 0; i < n; i += VL) {
+        // Adding 1.5 * 2^23 rounds to the nearest integer, which then is in the lower bits.
+        const ivec rounded = (ivec)(numbers(i) * factor + (12582912.f + ZERO));
+        for (int l = 0; l < VL; l++) out[i + l] = uint8_t(rounded[l]);
+    }
+    *scale = peak / 127.f + sum_of(none);
+}
+
+}  // namespace
