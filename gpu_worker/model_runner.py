@@ -12,13 +12,16 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
+from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.input_batch import Capacity, InputBatch, RequestStates, Work, make_batch
+from gpu_worker.logprobs import MeasuredLogits, prompt_logprobs
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.sampler import SamplerOutput, make_metadata, sample
 from wire.messages import (
     ModelRunnerOutput,
     NewRequestData,
     RequestError,
+    RequestLogprobs,
     SamplingParams,
     SchedulerOutput,
     token_ids,
@@ -30,17 +33,24 @@ _WARM_UP_TOKENS = 64
 class ModelRunner:
     """Executes steps, one at a time, in the order they are given."""
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend, capacity: Capacity) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        backend: AttentionBackend,
+        capacity: Capacity,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self.capacity = capacity
         self.epoch = 0  # the highest seen
         self._model = model
         self._backend = backend
+        self._grammars = grammars
         backend.alloc_kv(model.kv_shapes, capacity.num_blocks)
-        self._states = RequestStates(capacity, model.device)
+        self._states = RequestStates(capacity, model.device, grammars)
 
     def reset(self) -> None:
         """Hold no request. What the cache holds means nothing any more."""
-        self._states = RequestStates(self.capacity, self._model.device)
+        self._states = RequestStates(self.capacity, self._model.device, self._grammars)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None for one of an epoch that is over.
@@ -57,7 +67,7 @@ class ModelRunner:
         if step.is_fence:
             return ModelRunnerOutput(step.epoch, step.step_id)
         work = self._states.apply(step)
-        sampled = self._run(work)
+        sampled, logprobs = self._run(work)
         sampled_ids = sampled.token_ids.tolist()
         self._states.advance(work, sampled.token_ids, sampled_ids)
         return ModelRunnerOutput(
@@ -66,6 +76,7 @@ class ModelRunner:
             sampled_token_ids=token_ids(sampled_ids),
             errors=work.errors + self._errors(work, sampled),
             device_us=round((time.perf_counter() - started) * 1e6),
+            logprobs=logprobs,
         )
 
     def warm_up(self) -> None:
@@ -87,15 +98,20 @@ class ModelRunner:
         self.execute(SchedulerOutput(self.epoch, 2, num_decodes=1))
         self.reset()
 
-    def _run(self, work: Work) -> SamplerOutput:
+    def _run(self, work: Work) -> tuple[SamplerOutput, list[RequestLogprobs]]:
         if not len(work.rows):
             nothing = torch.zeros(0, dtype=torch.int64, device=self._model.device)
-            return SamplerOutput(nothing, nothing.bool())
-        logits = self._forward(make_batch(self._states, work))
+            return SamplerOutput(nothing, nothing.bool()), []
+        batch = make_batch(self._states, work)
         states, sampling = self._states, work.rows[work.samples]
+        logits = self._forward(batch)
+        of_prompts = prompt_logprobs(states, batch.prompt_targets, logits[len(sampling) :])
+        logits = logits[: len(sampling)]
         output_index = states.num_known[sampling] - states.num_prompt[sampling]
+        measured = MeasuredLogits(states, sampling, output_index, logits)
         metadata = make_metadata(states.sampling, sampling, output_index, logits.device)
-        return sample(states.logits_processor.apply(logits, sampling), metadata)
+        sampled = sample(states.logits_processor.apply(logits, sampling), metadata)
+        return sampled, of_prompts + measured.logprobs_of(sampled.token_ids)
 
     def _forward(self, batch: InputBatch) -> Tensor:
         self._backend.begin_step(
@@ -112,9 +128,11 @@ class ModelRunner:
             return []
         states = self._states
         sick = work.rows[work.samples][~sampled.is_finite.cpu().numpy()]
-        return [
-            RequestError(states.reqs[row], "what it allows leaves no token", "invalid")
-            if states.logits_processor.has_rules(row)
-            else RequestError(states.reqs[row], "its logits are not finite")
-            for row in sick
-        ]
+        errors = []
+        for row in sick.tolist():
+            fault = states.logits_processor.fault(row)
+            if fault is None:
+                errors.append(RequestError(states.reqs[row], "its logits are not finite"))
+            else:
+                errors.append(RequestError(states.reqs[row], fault, "invalid"))
+        return errors

@@ -199,6 +199,9 @@ class Scheduler:
         if output.errors:
             failed = {error.req: error for error in output.errors}
             rows = [(request, token) for request, token in rows if not self._fail(request, failed)]
+        if output.logprobs:
+            requests, logprobs = self._state.requests, self._state.outputs.logprobs
+            logprobs += [one for one in output.logprobs if one.req in requests]
         self._book(lane, rows)
         return True
 

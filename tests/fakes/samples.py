@@ -17,7 +17,9 @@ from wire.messages import (
     Message,
     ModelRunnerOutput,
     NewRequestData,
+    OutputLogprobs,
     RequestError,
+    RequestLogprobs,
     ResumeRequest,
     SamplingParams,
     SchedulerOutput,
@@ -73,6 +75,9 @@ def every_message() -> list[Message]:
         allowed_token_ids=token_ids([5]),
         bad_words=[token_ids([7, 8])],
         min_tokens=3,
+        logprobs=2,
+        prompt_logprobs=0,
+        grammar='start: "a"',
     )
     prompt, output = token_ids([1, 2, 3]), token_ids([4])
     return [
@@ -105,7 +110,14 @@ def every_message() -> list[Message]:
             copies=[BlockCopies("in", [1, 2], [3, 4])],
         ),
         ModelRunnerOutput(
-            5, 1, output, [RequestError(9, "no token", "invalid")], 5000, "out of memory", 7
+            epoch=5,
+            step_id=1,
+            sampled_token_ids=output,
+            errors=[RequestError(9, "no token", "invalid")],
+            device_us=5000,
+            failed="out of memory",
+            copy_us=7,
+            logprobs=[RequestLogprobs(9, -2, b"record")],
         ),
         EngineCoreOutputs(
             handles=output,
@@ -115,6 +127,7 @@ def every_message() -> list[Message]:
             finished=[FinishedRequest(1, 4, "error", 3, "it broke", "internal", 2)],
             unknown=[5],
             held=output,
+            logprobs=[OutputLogprobs(1, -2, b"record")],
         ),
         CommittedTokens(request_numbers([2**63]), output, is_checkpoint=True),
     ]
