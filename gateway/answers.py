@@ -7,11 +7,23 @@ rendering and the outputs, so that two gateways say the same.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from gateway.errors import internal
+from gateway.logprobs import (
+    TextOffsets,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    echo_logprobs,
+    prompt_logprobs,
+)
 from gateway.rendering import Rendering
 from gateway.sequences import SequenceOutput
+from gateway.vocabulary import Vocabulary
+from wire.logprobs import LogprobRecord
 
 
 @dataclass(slots=True)
@@ -25,12 +37,18 @@ class Choice:
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    logprobs: list[LogprobRecord] = field(default_factory=list)
+    prompt_logprobs: Sequence[LogprobRecord] = ()
+    offsets: TextOffsets = field(default_factory=TextOffsets)
 
     def add(self, output: SequenceOutput, *, keep: bool) -> None:
         """Take an output in; text and tokens only if they are wanted at the end."""
         if keep:
             self.texts.append(output.text)
             self.token_ids += output.token_ids
+            self.logprobs += output.logprobs
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         if output.started is not None:
             self.num_cached_tokens = output.started.num_cached_tokens
         self.num_tokens = output.num_output_tokens
@@ -48,9 +66,10 @@ class Answer(ABC):
     has_opening = True
     """Whether a stream has a chunk for each choice before the first output."""
 
-    def __init__(self, req_id: str, rendering: Rendering) -> None:
+    def __init__(self, req_id: str, rendering: Rendering, vocabulary: Vocabulary) -> None:
         self.answer_id = f"{self.id_prefix}-{req_id}"
         self._rendering = rendering
+        self._names = TokenNames(vocabulary, rendering.text, as_ids=rendering.tokens_as_ids)
         self._choices = [Choice(index) for index in range(rendering.num_choices)]
 
     def add(self, output: SequenceOutput) -> None:
@@ -68,11 +87,12 @@ class Answer(ABC):
 
     def chunk(self, output: SequenceOutput) -> dict[str, Any]:
         """Turn an output into a chunk of the stream."""
-        self._choices[output.index].add(output, keep=False)
+        of = self._choices[output.index]
+        of.add(output, keep=False)
         choice = {
             "index": output.index,
             **self._delta(output.text),
-            "logprobs": None,
+            "logprobs": self._shown(of, output.logprobs),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
@@ -112,6 +132,10 @@ class Answer(ABC):
         """New text of a choice, as a chunk has it."""
 
     @abstractmethod
+    def _logprobs(self, choice: Choice, records: Sequence[LogprobRecord]) -> dict[str, Any]:
+        """Log-probabilities of the next tokens of a choice."""
+
+    @abstractmethod
     def _choice(self, choice: Choice) -> dict[str, Any]:
         """A whole choice."""
 
@@ -131,9 +155,25 @@ class Answer(ABC):
             chunk["usage"] = self.usage() if self._rendering.has_running_usage else None
         return chunk
 
+    def _shown(self, choice: Choice, records: Sequence[LogprobRecord]) -> dict[str, Any] | None:
+        return None if self._rendering.num_logprobs is None else self._logprobs(choice, records)
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        """Those of a choice's prompt, if they are to be shown by themselves."""
+        if not self._rendering.shows_prompt_logprobs:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(self._known(choice), self._names)}
+
+    def _known(self, choice: Choice) -> Sequence[LogprobRecord]:
+        """Log-probabilities of a choice's prompt. Raises ApiError if some are missing."""
+        num_tokens = self._rendering.num_prompt_tokens[choice.index // self._rendering.n]
+        if len(choice.prompt_logprobs) != num_tokens - 1:
+            raise internal("log-probabilities of the prompt were lost")
+        return choice.prompt_logprobs
+
     def _end(self, choice: Choice) -> dict[str, Any]:
         end: dict[str, Any] = {
-            "logprobs": None,
+            "logprobs": self._shown(choice, choice.logprobs),
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -148,8 +188,8 @@ class CompletionAnswer(Answer):
     id_prefix = "cmpl"
     object_name = chunk_object_name = "text_completion"
 
-    def __init__(self, req_id: str, rendering: Rendering) -> None:
-        super().__init__(req_id, rendering)
+    def __init__(self, req_id: str, rendering: Rendering, vocabulary: Vocabulary) -> None:
+        super().__init__(req_id, rendering, vocabulary)
         self.has_opening = bool(rendering.echoes or rendering.prompt_token_ids)
 
     def _echo(self, index: int) -> str:
@@ -172,11 +212,22 @@ class CompletionAnswer(Answer):
     def _delta(self, text: str) -> dict[str, Any]:
         return {"text": text}
 
+    def _logprobs(self, choice: Choice, records: Sequence[LogprobRecord]) -> dict[str, Any]:
+        first_ids, num_top = self._rendering.first_token_ids, self._rendering.num_logprobs
+        if first_ids is None or num_top is None:
+            return completion_logprobs(records, self._names, choice.offsets)
+        first_id = first_ids[choice.index // self._rendering.n]
+        prompt = self._known(choice)
+        echo = echo_logprobs(first_id, prompt, num_top, self._names, choice.offsets)
+        output = completion_logprobs(records, self._names, choice.offsets)
+        return {name: column + output[name] for name, column in echo.items()}
+
     def _choice(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
             "text": self._echo(choice.index) + "".join(choice.texts),
             **self._end(choice),
+            **self._prompt_logprobs(choice),
             **self._prompt_token_ids(choice.index),
         }
 
@@ -190,7 +241,8 @@ class ChatAnswer(Answer):
 
     def body(self) -> dict[str, Any]:
         """All choices, with the usage."""
-        return {**super().body(), **self._prompt_token_ids()}
+        prompt = {**self._prompt_logprobs(self._choices[0]), **self._prompt_token_ids()}
+        return {**super().body(), **prompt}
 
     def opening(self) -> list[dict[str, Any]]:
         """Say for each choice who speaks."""
@@ -208,15 +260,18 @@ class ChatAnswer(Answer):
     def _delta(self, text: str) -> dict[str, Any]:
         return {"delta": {"content": text}}
 
+    def _logprobs(self, choice: Choice, records: Sequence[LogprobRecord]) -> dict[str, Any]:
+        return chat_logprobs(records, self._names)
+
     def _choice(self, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
         return {"index": choice.index, "message": message, **self._end(choice)}
 
 
-def answer_for(req_id: str, rendering: Rendering) -> Answer:
+def answer_for(req_id: str, rendering: Rendering, vocabulary: Vocabulary) -> Answer:
     """Make the answer of the endpoint that was asked."""
     cls = ChatAnswer if rendering.endpoint == "chat" else CompletionAnswer
-    return cls(req_id, rendering)
+    return cls(req_id, rendering, vocabulary)
 
 
 def request_id_in(answer_id: str) -> str:

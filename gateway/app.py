@@ -126,6 +126,7 @@ async def _model_ctx(app: web.Application) -> AsyncIterator[None]:
         yield
     if readiness.model is not None:
         readiness.model.tokenizer.close()
+        readiness.model.grammars.close()
 
 
 def _watch_ctx(rate: ServiceRate) -> Context:

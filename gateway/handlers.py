@@ -21,18 +21,19 @@ from gateway.app_keys import ENGINE, KEEP_ALIVE_S, READINESS, SEEDS, SETTINGS
 from gateway.detokenizer import Detokenizer, TextOptions
 from gateway.engine_client import GenerationRequest
 from gateway.errors import invalid, model_not_found, unavailable
+from gateway.grammars import grammar_of
 from gateway.metrics import RequestTimes
 from gateway.openai import ChatBody, CompletionBody, GenerationBody, parse
 from gateway.positions import Numbering
 from gateway.readiness import ServedModel
-from gateway.rendering import Rendering
+from gateway.rendering import Rendering, reading_of
 from gateway.responses import stream, whole
 from gateway.sampling import check_prompt, check_request, sampling_params, sibling, truncated
-from gateway.sequences import Reading, SequenceOutput
+from gateway.sequences import SequenceOutput
 from gateway.tenants import tenant_of
 from wire.answer_record import AnswerRecord
 from wire.bus import ClaimedError
-from wire.messages import SYSTEM_PRIORITY
+from wire.messages import SYSTEM_PRIORITY, SamplingParams
 
 B = TypeVar("B", bound=GenerationBody)
 
@@ -76,7 +77,13 @@ async def completions(request: web.Request) -> web.StreamResponse:
             for given, prompt in zip(body.prompt, prompts, strict=True)
         ]
     text = _text_options(body, requests, continues=True)
-    rendering = replace(_rendering("completion", body, model, prompts), text=text, echoes=echoes)
+    shows_logprobs = body.echo and body.logprobs is not None
+    rendering = replace(
+        _rendering("completion", body, model, prompts, requests[0].sampling),
+        text=text,
+        echoes=echoes,
+        first_token_ids=[prompt[0] for prompt in prompts] if shows_logprobs else None,
+    )
     return await _respond(request, _Job(body, model, visit, rendering, requests))
 
 
@@ -96,7 +103,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     prompt = truncated(prompt, body, model.facts)
     requests = await _generation_requests(request, body, model, [prompt], "messages")
     text = _text_options(body, requests, continues=body.continue_final_message)
-    rendering = replace(_rendering("chat", body, model, [prompt]), text=text)
+    rendering = replace(_rendering("chat", body, model, [prompt], requests[0].sampling), text=text)
     return await _respond(request, _Job(body, model, visit, rendering, requests))
 
 
@@ -139,10 +146,16 @@ async def _generation_requests(
     tenant = tenant_of(request)
     seeds: Iterator[int] = app[SEEDS]
     bad_words = await _bad_words(body, model)
+    grammar = grammar_of(body)
+    if grammar is not None:
+        asked = "response_format" if body.structured_outputs is None else "structured_outputs"
+        await model.grammars.check(grammar, asked)
     requests = []
     for number, prompt in enumerate(prompts):
         check_prompt(prompt, model.facts, param if len(prompts) == 1 else f"{param}.{number}")
-        params = sampling_params(body, model.facts, len(prompt), next(seeds), bad_words)
+        params = sampling_params(
+            body, model.facts, len(prompt), next(seeds), bad_words=bad_words, grammar=grammar
+        )
         requests += [
             GenerationRequest(
                 prompt_token_ids=prompt,
@@ -177,6 +190,7 @@ def _rendering(
     body: GenerationBody,
     model: ServedModel,
     prompts: list[list[int]],
+    sampling: SamplingParams,
 ) -> Rendering:
     return Rendering(
         endpoint,
@@ -187,6 +201,10 @@ def _rendering(
         has_usage=body.wants_usage,
         has_running_usage=body.wants_running_usage,
         prompt_token_ids=prompts if body.return_token_ids else None,
+        num_logprobs=sampling.logprobs,
+        num_prompt_logprobs=sampling.prompt_logprobs,
+        shows_prompt_logprobs=body.prompt_logprobs is not None,
+        tokens_as_ids=body.return_tokens_as_token_ids,
     )
 
 
@@ -239,13 +257,13 @@ def _text_of(prompt: Sequence[int], body: GenerationBody, model: ServedModel) ->
 async def _respond(request: web.Request, job: _Job) -> web.StreamResponse:
     """Generate; for a client whose key was used a moment ago, give what that has led to."""
     visit, rendering = job.visit, job.rendering
-    is_resumable = visit.is_resumable and job.body.asked_tokens != 0
+    is_resumable = visit.is_resumable and _needs_engine(job.body)
     record = AnswerRecord(
         tuple(secrets.token_hex(16) for _ in job.requests),
         rendering.as_json() if is_resumable else "",
         visit.claim,
     )
-    answer = answer_for(record.req_id, rendering)
+    answer = answer_for(record.req_id, rendering, job.model.tokenizer.vocabulary)
     numbering = Numbering(
         record.req_id if is_resumable else "",
         rendering.num_choices,
@@ -270,13 +288,12 @@ async def _outputs(
     """Generate, and measure what comes. An echo alone needs no engine."""
     sizes = [(len(r.prompt_token_ids), r.sampling.max_tokens) for r in job.requests]
     with RequestTimes(job.model.metrics, sizes, n=job.body.n) as times:
-        if job.body.asked_tokens == 0:
+        if not _needs_engine(job.body):
             for index in range(len(sizes)):
                 times.ended(index, "length", 0)
             yield [SequenceOutput(i, "", [], 0, finish_reason="length") for i in range(len(sizes))]
             return
-        vocabulary = job.model.tokenizer.vocabulary
-        reading = Reading(job.rendering.text, vocabulary, app[KEEP_ALIVE_S])
+        reading = reading_of(job.rendering, job.model.tokenizer.vocabulary, app[KEEP_ALIVE_S])
         generation = app[ENGINE].generate(job.requests, record, reading, job.visit.lapsed_claim)
         async with aclosing(generation) as batches:
             async for outputs in batches:
@@ -286,4 +303,24 @@ async def _outputs(
                     times.tokens(output.index, len(output.token_ids))
                     if output.finish_reason is not None:
                         times.ended(output.index, output.finish_reason, output.num_preemptions)
-                yield outputs
+                is_echo = job.body.asked_tokens == 0
+                yield [_without_output(one) for one in outputs] if is_echo else outputs
+
+
+def _needs_engine(body: GenerationBody) -> bool:
+    """Whether anything is to be computed; an echo alone is not."""
+    return body.asked_tokens != 0 or body.num_prompt_logprobs is not None
+
+
+def _without_output(output: SequenceOutput) -> SequenceOutput:
+    """What is left if no token was asked for: one was computed, to look at the prompt."""
+    return SequenceOutput(
+        output.index,
+        "",
+        [],
+        0,
+        started=output.started,
+        finish_reason=output.finish_reason and "length",
+        num_preemptions=output.num_preemptions,
+        prompt_logprobs=output.prompt_logprobs,
+    )

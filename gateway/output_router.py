@@ -83,6 +83,7 @@ class Followed:
     request: EngineCoreRequest | None = None  # as it was submitted, to submit it again
     readers: list[tuple[Collector, int]] = field(default_factory=list)
     output: array[int] = field(default_factory=token_ids)
+    logprobs: dict[int, bytes] = field(default_factory=dict)  # records from an output token on
     started: StartedRequest | None = None
     handle: int = NO_HANDLE
     asked_at: float = math.inf  # when the scheduler was last asked for it
@@ -188,7 +189,13 @@ class OutputRouter:
             await reader.close()
 
     def dispatch(self, outputs: EngineCoreOutputs) -> None:
-        """Put outputs into the slots they are for: starts, then tokens, then ends."""
+        """Put outputs into the slots they are for: starts, then tokens, then ends.
+
+        Log-probabilities go before the tokens that they are of.
+        """
+        for logprobs in outputs.logprobs:
+            if (one := self._by_handle.get(logprobs.handle)) is not None:
+                one.logprobs[logprobs.start] = logprobs.records
         for started in outputs.started:
             if (one := self._by_handle.get(started.handle)) is not None:
                 one.start(started)

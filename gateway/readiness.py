@@ -15,6 +15,7 @@ from typing import NoReturn
 import structlog
 
 from gateway.errors import RETRY_LATER_S, unavailable
+from gateway.grammars import GrammarChecker
 from gateway.metrics import Metrics
 from gateway.model_facts import ModelFacts, ModelFolderError, read_facts
 from gateway.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ class ServedModel:
     model_hash: str
     facts: ModelFacts
     tokenizer: Tokenizer
+    grammars: GrammarChecker
     metrics: Metrics
 
 
@@ -129,5 +131,6 @@ def _load(folder: Path, settings: Settings) -> ServedModel:
         model_hash=model_store.folder_hash(folder),
         facts=facts,
         tokenizer=tokenizer,
+        grammars=GrammarChecker(folder, facts.vocab_size, facts.eos_token_ids),
         metrics=Metrics(settings.model_name, facts.max_model_len),
     )

@@ -18,6 +18,7 @@ import structlog
 
 from gateway.output_router import Followed, OutputRouter
 from wire.bus import Bus, BusError, retrying
+from wire.logprobs import stored_in
 from wire.messages import (
     ErrorCode,
     FinishedRequest,
@@ -55,6 +56,7 @@ class Recovery:
     async def _recover(self, one: Followed) -> None:
         """Find out where a sequence stands, and ask for the rest of it."""
         known = await retrying(partial(self._bus.request, one.req_id))
+        one.logprobs.update(stored_in(known))
         if known.get("status") == "finished" and await self._take_the_end(one, known):
             return
         if one.request is None and "entry" in known:

@@ -12,6 +12,8 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from gateway.detokenizer import TextOptions
+from gateway.sequences import Reading
+from gateway.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,11 @@ class Rendering:
     has_running_usage: bool = False
     prompt_token_ids: list[list[int]] | None = None  # if the answer has token ids
     echoes: list[str] | None = None  # texts of the prompts, to be put before the output
+    num_logprobs: int | None = None  # most likely tokens to be shown with each token, if any
+    num_prompt_logprobs: int | None = None  # that are known of each token of the prompt
+    shows_prompt_logprobs: bool = False  # by themselves, not only as part of the echo
+    first_token_ids: list[int] | None = None  # of the prompts, if an echo shows log-probabilities
+    tokens_as_ids: bool = False  # in log-probabilities
 
     @property
     def num_choices(self) -> int:
@@ -48,3 +55,14 @@ def rendering_from(text: str) -> Rendering | None:
         return _ADAPTER.validate_json(text)
     except ValidationError:
         return None
+
+
+def reading_of(rendering: Rendering, vocabulary: Vocabulary, idle_s: float) -> Reading:
+    """How each sequence of the answer is read."""
+    return Reading(
+        rendering.text,
+        vocabulary,
+        idle_s,
+        rendering.num_logprobs,
+        rendering.num_prompt_logprobs,
+    )

@@ -22,8 +22,7 @@ from gateway.errors import ApiError, invalid, not_found
 from gateway.patience import patiently
 from gateway.positions import HEADER as LAST_EVENT_ID
 from gateway.positions import Numbering, position_from
-from gateway.rendering import Rendering, rendering_from
-from gateway.sequences import Reading
+from gateway.rendering import Rendering, reading_of, rendering_from
 from gateway.tenants import tenant_of
 from wire.answer_record import AnswerRecord, Claim
 
@@ -108,14 +107,14 @@ async def give_the_rest(
     """Answer with what the client lacks, as it comes."""
     app, record, rendering = request.app, known.record, known.rendering
     model = app[READINESS].served_model()
-    answer = answer_for(record.req_id, rendering)
+    answer = answer_for(record.req_id, rendering, model.tokenizer.vocabulary)
     have = None
     if (event_id := request.headers.get(LAST_EVENT_ID)) is not None:
         have = position_from(event_id, record.req_id, rendering.num_choices)
     numbering = Numbering(
         record.req_id, rendering.num_choices, has_opening=answer.has_opening, have=have
     )
-    reading = Reading(rendering.text, model.tokenizer.vocabulary, app[KEEP_ALIVE_S])
+    reading = reading_of(rendering, model.tokenizer.vocabulary, app[KEEP_ALIVE_S])
     async with aclosing(app[ENGINE].follow(record, reading)) as batches:
         if is_stream:
             return await responses.stream(request, answer, batches, numbering)

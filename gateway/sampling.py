@@ -79,17 +79,19 @@ def sampling_params(
     facts: ModelFacts,
     num_prompt_tokens: int,
     seed: int,
+    *,
     bad_words: Sequence[Sequence[int]] = (),
+    grammar: str | None = None,
 ) -> SamplingParams:
     """Fill in every default; `seed` is used where the request has none (-1 means none).
 
-    `bad_words` are the request's, encoded.
+    `bad_words` are the request's, encoded, and `grammar` is what its output is held to.
     """
     defaults = facts.defaults
     room = facts.max_model_len - num_prompt_tokens
     asked = body.asked_tokens if body.asked_tokens is not None else defaults.max_tokens
     given_seed = body.seed if body.seed not in (None, -1) else seed
-    max_tokens = room if asked is None else min(asked, room)
+    max_tokens = room if asked is None else max(min(asked, room), 1)
     repetition_penalty = _given(body.repetition_penalty, defaults.repetition_penalty)
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -110,6 +112,9 @@ def sampling_params(
         allowed_token_ids=token_ids(sorted(set(body.allowed_token_ids or ()))),
         bad_words=[token_ids(list(word)) for word in bad_words],
         min_tokens=min(body.min_tokens, max_tokens),
+        logprobs=_num_logprobs(body.num_logprobs, facts),
+        prompt_logprobs=_num_logprobs(body.num_prompt_logprobs, facts),
+        grammar=grammar,
     )
     if params.temperature == 0:
         return replace(params, top_p=1.0, top_k=0, min_p=0.0)
@@ -133,6 +138,10 @@ def _temperature(body: GenerationBody, facts: ModelFacts) -> float:
 def _top_k(value: int, facts: ModelFacts) -> int:
     """0 means off, as do -1 and as many as there are tokens."""
     return 0 if value < 0 or value >= facts.vocab_size else value
+
+
+def _num_logprobs(value: int | None, facts: ModelFacts) -> int | None:
+    return None if value is None else min(value, facts.vocab_size)
 
 
 def _check_ids(ids: Sequence[int], facts: ModelFacts, param: str) -> None:

@@ -13,6 +13,7 @@ from gateway.detokenizer import Detokenizer, TextOptions
 from gateway.errors import ApiError, from_engine, internal
 from gateway.output_router import Followed, SequenceDelta
 from gateway.vocabulary import Vocabulary
+from wire.logprobs import LogprobRecord, read_records
 from wire.messages import FinishedRequest, FinishReason, StartedRequest
 
 
@@ -23,6 +24,8 @@ class Reading:
     text: TextOptions
     vocabulary: Vocabulary
     idle_s: float  # after so long without news it is told that there are none
+    num_logprobs: int | None = None  # most likely tokens it gets with each token, if any
+    num_prompt_logprobs: int | None = None  # and with each token of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or the stop token id
     num_preemptions: int = 0
+    logprobs: Sequence[LogprobRecord] = ()  # of `token_ids`, if they are wanted
+    prompt_logprobs: Sequence[LogprobRecord] | None = None  # with the first output, if wanted
 
 
 class ReadSequence:
@@ -49,6 +54,7 @@ class ReadSequence:
         self.is_open = True
         self.stops_early = False  # a stop string ended it, and the scheduler does not know
         self.error: ApiError | None = None  # to be raised once all before it is said
+        self._reading = reading
         self._detokenizer = Detokenizer(reading.vocabulary, reading.text)
         self._started: StartedRequest | None = None  # and no output has said so yet
 
@@ -63,8 +69,9 @@ class ReadSequence:
         outputs: list[SequenceOutput] = []
         for piece in self._pieces(delta.token_ids):
             new = self._detokenizer.push(piece)
-            self.num_output_tokens += new.num_tokens
             output = self._output(new.text, piece[: new.num_tokens])
+            if self.error is not None:
+                return outputs
             if new.stop is not None:
                 self.is_open, self.stops_early = False, delta.finished is None
                 return [*outputs, replace(output, finish_reason="stop", stop_reason=new.stop)]
@@ -105,4 +112,36 @@ class ReadSequence:
 
     def _output(self, text: str, tokens: Sequence[int]) -> SequenceOutput:
         started, self._started = self._started, None
-        return SequenceOutput(self.index, text, tokens, self.num_output_tokens, started)
+        is_first, begin = self.num_output_tokens == 0, self.num_output_tokens
+        self.num_output_tokens += len(tokens)
+        output = SequenceOutput(self.index, text, tokens, self.num_output_tokens, started)
+        reading = self._reading
+        if reading.num_logprobs is None and reading.num_prompt_logprobs is None:
+            return output
+        try:
+            return replace(
+                output,
+                logprobs=self._logprobs(range(begin, self.num_output_tokens)),
+                prompt_logprobs=self._prompt_logprobs() if is_first else None,
+            )
+        except (KeyError, ValueError):
+            self.is_open, self.error = False, internal("log-probabilities of its tokens were lost")
+            return output
+
+    def _logprobs(self, indices: range) -> list[LogprobRecord]:
+        """Of output tokens. KeyError if some are missing, ValueError if they cannot be read."""
+        k, known = self._reading.num_logprobs, self.followed.logprobs
+        if k is None:
+            return []
+        return [record for index in indices for record in read_records(known[index], k)]
+
+    def _prompt_logprobs(self) -> list[LogprobRecord] | None:
+        """Of all the prompt but its first token, as far as they are known."""
+        k = self._reading.num_prompt_logprobs
+        if k is None:
+            return None
+        found: dict[int, LogprobRecord] = {}
+        for start, records in self.followed.logprobs.items():
+            if start < 0:
+                found.update(enumerate(read_records(records, k), start))
+        return [record for _, record in sorted(found.items())]

@@ -21,6 +21,7 @@ import torch
 from gpu_worker import kv_cache
 from gpu_worker.attention.selector import select_backend
 from gpu_worker.block_table import ProtocolError
+from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel, load_model, run_without_cache
 from gpu_worker.model_runner import ModelRunner
@@ -59,6 +60,7 @@ class Executor:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         self._free_at_start = kv_cache.free_memory()
         self._runner: ModelRunner | None = None
+        self._grammars: GrammarCompiler | None = None
         self._is_broken = False
         self.running: RunningStep | None = None
 
@@ -83,8 +85,13 @@ class Executor:
     def submit(self, step: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None]:
         """Run a step after those given before; None for one of an epoch that is over.
 
-        A step that fails is answered so, and no step after it is run until `reset`.
+        A step that fails is answered so, and no step after it is run until `reset`. Its grammars
+        are compiled from now on, while the device is still at the steps before.
         """
+        if self._grammars is not None:
+            for new in step.new_reqs:
+                if new.sampling.grammar is not None:
+                    self._grammars.begin(new.sampling)
         return self._run(lambda: self._execute(step))
 
     async def reset(self) -> None:
@@ -94,6 +101,8 @@ class Executor:
     def close(self) -> None:
         """End the thread, after what it does now."""
         self._thread.shutdown(cancel_futures=True)
+        if self._grammars is not None:
+            self._grammars.close()
 
     # ------------------------------------------------------------ on the device thread
 
@@ -110,7 +119,8 @@ class Executor:
         backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
         model = prepare(settings, model, backend)
         capacity = self._fit(model)
-        self._runner = ModelRunner(model, backend, capacity)
+        self._grammars = GrammarCompiler(folder, capacity.vocab_size)
+        self._runner = ModelRunner(model, backend, capacity, self._grammars)
         self._runner.warm_up()
         return DeviceInfo(capacity, model.device.type, str(model.dtype).removeprefix("torch."))
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.block_table import BlockTable, IntArray, ProtocolError
+from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.logits_processor import LogitsProcessor
 from wire.messages import (
     CachedRequestData,
@@ -103,6 +104,8 @@ class SamplingColumns:
         self.top_p = np.ones(num_rows, dtype=np.float32)
         self.min_p = np.zeros(num_rows, dtype=np.float32)
         self.seed = np.zeros(num_rows, dtype=np.uint64)
+        self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)  # -1: none are wanted
+        self.num_prompt_logprobs = np.full(num_rows, -1, dtype=np.int64)
 
     def fill(self, row: int, new: NewRequestData) -> None:
         """Take over a request's parameters."""
@@ -112,12 +115,16 @@ class SamplingColumns:
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed % 2**64
+        self.num_logprobs[row] = _count(sampling.logprobs)
+        self.num_prompt_logprobs[row] = _count(sampling.prompt_logprobs)
 
 
 class RequestStates:
     """Rows of the requests that this worker holds, and the decode batch."""
 
-    def __init__(self, capacity: Capacity, device: torch.device) -> None:
+    def __init__(
+        self, capacity: Capacity, device: torch.device, grammars: GrammarCompiler | None = None
+    ) -> None:
         num_rows = capacity.max_num_seqs
         self.reqs: list[int] = [0] * num_rows
         self.num_prompt: IntArray = np.zeros(num_rows, dtype=np.int64)
@@ -126,7 +133,7 @@ class RequestStates:
         self.token_ids: list[IntArray] = [np.empty(0, dtype=np.int64)] * num_rows  # at arrival
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self.sampling = SamplingColumns(num_rows)
-        self.logits_processor = LogitsProcessor(capacity.vocab_size)
+        self.logits_processor = LogitsProcessor(capacity.vocab_size, grammars)
         self.block_table = BlockTable(
             num_rows, capacity.max_blocks_per_request, capacity.num_blocks, capacity.block_size
         )
@@ -297,6 +304,15 @@ class RequestStates:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptTargets:
+    """Neighbouring prompt tokens of a row, predicted by the tokens before them in this step."""
+
+    row: int
+    start: int  # position of the first of them
+    token_ids: IntArray  # (P_i,)
+
+
+@dataclass(frozen=True, slots=True)
 class InputBatch:
     """What the model gets in one step: T tokens, packed without padding, in the order of Work."""
 
@@ -306,7 +322,8 @@ class InputBatch:
     block_tables: Tensor  # (S, B) int64
     query_start_loc: IntArray  # (S + 1,) row i has the tokens [query_start_loc[i], …[i + 1])
     seq_lens: IntArray  # (S,)
-    logits_indices: Tensor  # (N,) int64: the tokens whose logits are sampled from
+    logits_indices: Tensor  # (N + P,) int64: the N tokens whose logits are sampled from, then P
+    prompt_targets: list[PromptTargets]  # P prompt tokens whose log-probabilities are wanted
 
 
 def make_batch(states: RequestStates, work: Work) -> InputBatch:
@@ -332,6 +349,7 @@ def make_batch(states: RequestStates, work: Work) -> InputBatch:
             strict=True,
         )
     ]
+    prompt_targets, prompt_indices = _prompt_targets(states, work, starts)
     return InputBatch(
         token_ids=torch.cat([decoding, *map(to_device, catching_up)]),
         positions=to_device(positions),
@@ -339,8 +357,31 @@ def make_batch(states: RequestStates, work: Work) -> InputBatch:
         block_tables=to_device(states.block_table.of(work.rows, num_columns)),
         query_start_loc=starts,
         seq_lens=work.seq_lens,
-        logits_indices=to_device(starts[1:][work.samples] - 1),
+        logits_indices=to_device(np.concatenate((starts[1:][work.samples] - 1, *prompt_indices))),
+        prompt_targets=prompt_targets,
     )
+
+
+def _prompt_targets(
+    states: RequestStates, work: Work, starts: IntArray
+) -> tuple[list[PromptTargets], list[IntArray]]:
+    """Prompt tokens that this step has logits for and that are wanted; indices of those logits."""
+    targets, indices = [], []
+    wanted = states.sampling.num_prompt_logprobs[work.rows[work.num_decodes :]] >= 0
+    for place in np.flatnonzero(wanted) + work.num_decodes:
+        row = int(work.rows[place])
+        begin = int(work.seq_lens[place] - work.query_lens[place])  # the step runs [begin, end)
+        end = min(int(work.seq_lens[place]), int(states.num_prompt[row]) - 1)
+        if begin < end:
+            targets.append(
+                PromptTargets(row, begin + 1, states.token_ids[row][begin + 1 : end + 1])
+            )
+            indices.append(starts[place] + np.arange(end - begin))
+    return targets, indices
+
+
+def _count(num_logprobs: int | None) -> int:
+    return -1 if num_logprobs is None else max(num_logprobs, 0)
 
 
 def _joined(prompt: array[int], output: array[int]) -> IntArray:

@@ -1,4 +1,4 @@
-"""What is done to logits before a token is taken from them: bias, penalties, bans.
+"""What is done to logits before a token is taken from them: bias, penalties, bans, grammars.
 
 Owns, for each row that asks for any of it, what that needs to know of its tokens. That is a
 function of the tokens themselves, so a request that comes back goes on exactly; and each token must
@@ -18,24 +18,37 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.block_table import IntArray
+from gpu_worker.grammars import GrammarCompiler, GrammarState, Masks
 from wire.messages import NewRequestData, SamplingParams
 
 FloatArray = NDArray[np.float32]
 
 
+Chosen = list[tuple[int, "RowRules"]]
+"""Rules, each with its place in the logits."""
+
+
 class LogitsProcessor:
     """The rules of all rows that have some."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, compiler: GrammarCompiler | None = None) -> None:
         self._vocab_size = vocab_size
+        self._compiler = compiler
+        self._masks = Masks(vocab_size)
         self._rules: dict[int, RowRules] = {}
 
     def add(self, row: int, new: NewRequestData) -> None:
         """Take a request's rules over. ValueError if they name a token that is none."""
         sampling = new.sampling
-        if _asks_for_something(sampling):
-            _check_ids(sampling, self._vocab_size)
-            self._rules[row] = RowRules(new)
+        if not _asks_for_something(sampling):
+            return
+        _check_ids(sampling, self._vocab_size)
+        rules = self._rules[row] = RowRules(new)
+        if sampling.grammar is not None:
+            if self._compiler is None:
+                raise ValueError("there are no grammars here")
+            compiled = self._compiler.begin(sampling)
+            rules.grammar = GrammarState(compiled, new.output_token_ids)
 
     def forget(self, row: int) -> None:
         """The request of a row has left."""
@@ -48,9 +61,14 @@ class LogitsProcessor:
                 if (rules := self._rules.get(row)) is not None:
                     rules.note(token_id)
 
-    def has_rules(self, row: int) -> bool:
-        """Whether a row asks for anything."""
-        return row in self._rules
+    def fault(self, row: int) -> str | None:
+        """Why a row is left without a token, if its own rules are to blame."""
+        if (rules := self._rules.get(row)) is None:
+            return None
+        grammar = rules.grammar
+        if grammar is not None and grammar.error is not None:
+            return f"its grammar: {grammar.error}"
+        return "what it allows leaves no token"
 
     def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
         """Change the logits (N, V) of rows (N,) by their rules; in float32 if any has some."""
@@ -64,7 +82,15 @@ class LogitsProcessor:
         _add_bias(logits, chosen)
         _penalise(logits, chosen)
         _ban(logits, chosen)
+        self._hold_to_grammars(logits, chosen)
         return logits
+
+    def _hold_to_grammars(self, logits: Tensor, chosen: Chosen) -> None:
+        held = [(place, rules.grammar) for place, rules in chosen if rules.grammar is not None]
+        if held:
+            masks = torch.from_numpy(self._masks.of([grammar for _, grammar in held]))
+            places = torch.tensor([place for place, _ in held], device=logits.device)
+            logits[places] = logits[places].masked_fill_(~masks.to(logits.device), -torch.inf)
 
 
 class RowRules:
@@ -78,6 +104,7 @@ class RowRules:
         self.allowed_ids = _ids(sampling.allowed_token_ids)
         self.end_ids = _ids([*sampling.eos_token_ids, *sampling.stop_token_ids])
         self.output = list(new.output_token_ids)
+        self.grammar: GrammarState | None = None
         self.counts: TokenCounts | None = None
         if _is_penalised(sampling):
             self.counts = TokenCounts(new.prompt_token_ids, new.output_token_ids)
@@ -85,6 +112,8 @@ class RowRules:
     def note(self, token_id: int) -> None:
         """Append an output token."""
         self.output.append(token_id)
+        if self.grammar is not None:
+            self.grammar.note(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
 
@@ -134,10 +163,6 @@ class TokenCounts:
             self._counts = np.concatenate((self._counts, np.zeros_like(self._counts)))
         self._ids[place] = token_id
         return place
-
-
-Chosen = list[tuple[int, RowRules]]
-"""Rules, each with its place in the logits."""
 
 
 def _add_bias(logits: Tensor, chosen: Chosen) -> None:
@@ -200,6 +225,7 @@ def _asks_for_something(sampling: SamplingParams) -> bool:
         or sampling.allowed_token_ids
         or sampling.bad_words
         or sampling.min_tokens
+        or sampling.grammar is not None
         or _is_penalised(sampling)
     )
 

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
+from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.input_batch import Capacity, InputBatch, RequestStates, Work, halves, make_batch
+from gpu_worker.logprobs import MeasuredLogits, prompt_logprobs
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.sampler import SamplerOutput, make_metadata, sample
 from wire.messages import (
     ModelRunnerOutput,
     NewRequestData,
     RequestError,
+    RequestLogprobs,
     SamplingParams,
     SchedulerOutput,
     token_ids,
@@ -33,17 +36,24 @@ _WARM_UP_TOKENS = 64
 class ModelRunner:
     """Executes steps, one at a time, in the order they are given."""
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend, capacity: Capacity) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        backend: AttentionBackend,
+        capacity: Capacity,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         self.capacity = capacity
         self.epoch = 0  # the highest seen
         self.model = model
         self._backend = backend
+        self._grammars = grammars
         backend.alloc_kv(model.kv_shapes, capacity.num_blocks)
-        self._states = RequestStates(capacity, model.device)
+        self._states = RequestStates(capacity, model.device, grammars)
 
     def reset(self) -> None:
         """Hold no request. What the cache holds means nothing any more."""
-        self._states = RequestStates(self.capacity, self.model.device)
+        self._states = RequestStates(self.capacity, self.model.device, self._grammars)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
         """Run a step; None for one of an epoch that is over.
@@ -61,7 +71,7 @@ class ModelRunner:
         if step.is_fence:
             return ModelRunnerOutput(step.epoch, step.step_id, held=held)
         work = self._states.apply(step)
-        sampled = self._run(work)
+        sampled, logprobs = self._run(work)
         sampled_ids = sampled.token_ids.tolist()
         self._states.advance(work, sampled.token_ids, sampled_ids)
         self._states.distrust([*work.errors, *self._errors(work, sampled)])
@@ -71,6 +81,7 @@ class ModelRunner:
             sampled_token_ids=token_ids(sampled_ids),
             errors=self._states.errors(work.rows[work.samples]),
             device_us=round((time.perf_counter() - started) * 1e6),
+            logprobs=logprobs,
         )
 
     def warm_up(self) -> None:
@@ -92,23 +103,30 @@ class ModelRunner:
         self.execute(SchedulerOutput(self.epoch, 2, num_decodes=1))
         self.reset()
 
-    def _run(self, work: Work) -> SamplerOutput:
+    def _run(self, work: Work) -> tuple[SamplerOutput, list[RequestLogprobs]]:
         if not len(work.rows):
             nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
-            return SamplerOutput(nothing, nothing.bool())
-        logits = self._logits(work)
+            return SamplerOutput(nothing, nothing.bool()), []
+        logits, of_prompts = self._logits(work)
         states, sampling = self._states, work.rows[work.samples]
         output_index = states.num_known[sampling] - states.num_prompt[sampling]
+        measured = MeasuredLogits(states, sampling, output_index, logits)
         metadata = make_metadata(states.sampling, sampling, output_index, logits.device)
-        return sample(states.logits_processor.apply(logits, sampling), metadata)
+        sampled = sample(states.logits_processor.apply(logits, sampling), metadata)
+        return sampled, of_prompts + measured.logprobs_of(sampled.token_ids)
 
-    def _logits(self, work: Work) -> Tensor:
-        """(N, vocab) of the rows that sample. What runs out of memory is run in smaller steps.
+    def _logits(self, work: Work) -> tuple[Tensor, list[RequestLogprobs]]:
+        """(N, vocab) of the rows that sample, and what is wanted of their prompts.
 
-        A request of which a single token does not fit gets no logits and fails alone.
+        What runs out of memory is run in smaller steps. A request of which a single token does not
+        fit gets no logits and fails alone.
         """
+        num_sampling = int(work.samples.sum())
         try:
-            return self._forward(make_batch(self._states, work))
+            batch = make_batch(self._states, work)
+            logits = self._forward(batch)
+            of_prompts = prompt_logprobs(self._states, batch.prompt_targets, logits[num_sampling:])
+            return logits[:num_sampling], of_prompts
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -117,12 +135,13 @@ class ModelRunner:
             torch.cuda.empty_cache()
         parts = halves(work)
         if parts is not None:
-            return torch.cat([self._logits(part) for part in parts])
-        req, num_logits = self._states.reqs[work.rows[0]], int(work.samples.sum())
+            (first, before), (rest, after) = map(self._logits, parts)
+            return torch.cat([first, rest]), before + after
+        req = self._states.reqs[work.rows[0]]
         log.warning("request_starved", req=req, error=reason)
         self._states.distrust([RequestError(req, reason)])
-        shape = num_logits, self.capacity.vocab_size
-        return torch.full(shape, torch.nan, device=self._model.device)
+        shape = num_sampling, self.capacity.vocab_size
+        return torch.full(shape, torch.nan, device=self.model.device), []
 
     def _forward(self, batch: InputBatch) -> Tensor:
         self._backend.begin_step(
@@ -139,12 +158,14 @@ class ModelRunner:
             return []
         states = self._states
         sick = work.rows[work.samples][~sampled.is_finite.cpu().numpy()]
-        return [
-            RequestError(states.reqs[row], "what it allows leaves no token", "invalid")
-            if states.logits_processor.has_rules(row)
-            else RequestError(states.reqs[row], "its logits are not finite")
-            for row in sick
-        ]
+        errors = []
+        for row in sick.tolist():
+            fault = states.logits_processor.fault(row)
+            if fault is None:
+                errors.append(RequestError(states.reqs[row], "its logits are not finite"))
+            else:
+                errors.append(RequestError(states.reqs[row], fault, "invalid"))
+        return errors
 
 
 def is_out_of_memory(error: Exception) -> bool:

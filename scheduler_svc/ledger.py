@@ -12,11 +12,14 @@ from dataclasses import dataclass, field, replace
 from scheduler_svc.core.outputs import Finished, Outputs, Started
 from wire.bus import Commit
 from wire.keys import arrival_ms, entry_id
+from wire.logprobs import stored
 from wire.messages import (
     CommittedTokens,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishedRequest,
+    OutputLogprobs,
+    RequestLogprobs,
     ResumeRequest,
     StartedRequest,
     request_numbers,
@@ -36,6 +39,7 @@ class _Tracked:
     is_resumable: bool
     num_saved: int  # output tokens in the checkpoint
     unsaved: array[int] = field(default_factory=token_ids)  # those after, in the log only
+    logprobs: list[RequestLogprobs] = field(default_factory=list)  # if it is resumable
 
 
 @dataclass(slots=True)
@@ -105,6 +109,9 @@ class Ledger:
             out.handles.append(resume.handle)
             out.starts.append(index)
             out.token_ids.append(output[index])
+        for logprobs in one.logprobs:
+            if not 0 <= logprobs.start < resume.num_output_tokens:
+                _hand_out(logprobs, out, resume.handle)
 
     def deny(self, resume: ResumeRequest) -> None:
         """Tell a gateway that there is no such request, or not with the prefix that it has."""
@@ -148,8 +155,18 @@ class Ledger:
                 out.handles.append(handle)
                 out.starts.append(start)
                 out.token_ids.append(token)
+        for logprobs in outputs.logprobs:
+            self._add_logprobs(logprobs)
         for finished in outputs.finished:
             self._finish(finished)
+
+    def _add_logprobs(self, logprobs: RequestLogprobs) -> None:
+        one = self._tracked[logprobs.req]
+        for gateway, handle in one.followers.items():
+            _hand_out(logprobs, self._out(gateway), handle)
+        if one.is_resumable:
+            one.logprobs.append(logprobs)
+            self._update(one, {**stored(logprobs.start, logprobs.records)})
 
     def _start(self, started: Started, worker: str) -> None:
         one = self._tracked[started.req]
@@ -255,6 +272,10 @@ class Ledger:
             served=served if is_checkpoint or batch.ended else {},
             stats=stats,
         )
+
+
+def _hand_out(logprobs: RequestLogprobs, out: EngineCoreOutputs, handle: int) -> None:
+    out.logprobs.append(OutputLogprobs(handle, logprobs.start, logprobs.records))
 
 
 def _save(one: _Tracked) -> tuple[str, int, bytes] | None:

@@ -85,6 +85,9 @@ class SamplingParams:
     allowed_token_ids: TokenIds = field(default_factory=token_ids)  # empty: all
     bad_words: list[TokenIds] = field(default_factory=list)  # sequences that the output never has
     min_tokens: int = 0  # none of the ids that end it is sampled before
+    logprobs: int | None = None  # of each output token, and of so many of the most likely ones
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first
+    grammar: str | None = None  # of llguidance: the output is in its language
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +248,15 @@ class HeldRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestLogprobs:
+    """Log-probabilities of neighbouring tokens of a request, as records (`wire.logprobs`)."""
+
+    req: int
+    start: int  # of the first, counted from the first output token: below 0 it is in the prompt
+    records: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
     """What one step sampled, in the order that `SchedulerOutput` defines.
 
@@ -259,6 +271,7 @@ class ModelRunnerOutput:
     failed: str | None = None
     copy_us: int = 0  # of that, time spent on `copies`
     held: list[HeldRequest] = field(default_factory=list)  # in answer to a fence
+    logprobs: list[RequestLogprobs] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- scheduler -> gateway, token log
@@ -287,6 +300,15 @@ class FinishedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputLogprobs:
+    """`RequestLogprobs`, for a gateway."""
+
+    handle: int
+    start: int
+    records: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class EngineCoreOutputs:
     """All that one commit has for one gateway. Row i: output token `starts[i]` of `handles[i]`."""
 
@@ -297,6 +319,7 @@ class EngineCoreOutputs:
     finished: list[FinishedRequest] = field(default_factory=list)
     unknown: list[int] = field(default_factory=list)  # handles of resumptions that cannot be
     held: TokenIds | None = None  # at least once a second: handles of all that is held for it
+    logprobs: list[OutputLogprobs] = field(default_factory=list)  # of tokens here, and of prompts
 
 
 @dataclass(frozen=True, slots=True)

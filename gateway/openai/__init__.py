@@ -10,6 +10,7 @@ from gateway.openai.body import Body, parse, unknown_fields
 from gateway.openai.chat import ChatBody, Message
 from gateway.openai.completion import CompletionBody
 from gateway.openai.generation import GenerationBody
+from gateway.openai.structured import StructuredOutputs
 
 __all__ = [
     "Body",
@@ -17,6 +18,7 @@ __all__ = [
     "CompletionBody",
     "GenerationBody",
     "Message",
+    "StructuredOutputs",
     "parse",
     "unknown_fields",
 ]

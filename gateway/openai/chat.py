@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from gateway.openai.body import Body, wrong
 from gateway.openai.fields import INT64_MAX, Content
-from gateway.openai.generation import NOTHING, UNSUPPORTED, GenerationBody
+from gateway.openai.generation import NOTHING, UNSUPPORTED, GenerationBody, NumLogprobs
 
 
 class Message(Body):
@@ -46,18 +46,18 @@ class ChatBody(GenerationBody):
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
-        "logprobs": (False,),
         "modalities": (["text"],),
         "reasoning_effort": NOTHING,
         "tool_choice": ("none",),
         "tools": NOTHING,
-        "top_logprobs": (0,),
         "verbosity": NOTHING,
         "web_search_options": NOTHING,
     }
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    logprobs: bool = False
+    top_logprobs: NumLogprobs = 0
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -70,6 +70,17 @@ class ChatBody(GenerationBody):
                 "continue_final_message",
             )
         return self
+
+    @model_validator(mode="after")
+    def _alternatives_need_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise wrong("only allowed together with `logprobs`: true", "top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens wanted with each output token; None if no log-probabilities are."""
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def asked_tokens(self) -> int | None:

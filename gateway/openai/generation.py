@@ -16,11 +16,14 @@ from gateway.openai.fields import (
     Stop,
     TokenId,
 )
+from gateway.openai.structured import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
+MAX_LOGPROBS = 20
 
 NOTHING: tuple[Any, ...] = ()
 
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -33,11 +36,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": NOTHING,
-    "prompt_logprobs": NOTHING,
     "repetition_detection": NOTHING,
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": NOTHING,
     "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
@@ -76,10 +76,14 @@ class GenerationBody(Body):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
     truncation_side: Literal["left", "right"] = "left"
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
+    prompt_logprobs: NumLogprobs | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     priority: Int64 = 0
     deadline_ms: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     cache_salt: Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")] | None = None
@@ -91,10 +95,35 @@ class GenerationBody(Body):
             raise wrong("only allowed together with `stream`: true", "stream_options")
         return self
 
+    @model_validator(mode="after")
+    def _prompt_logprobs_come_at_once(self) -> GenerationBody:
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("not available in a stream", "prompt_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _one_shape_that_ends(self) -> GenerationBody:
+        has_format = self.response_format is not None and self.response_format.type != "text"
+        if has_format and self.structured_outputs is not None:
+            raise wrong("not together with `response_format`", "structured_outputs")
+        if self.ignore_eos and (has_format or self.structured_outputs is not None):
+            raise wrong("not together with structured output, which ends by itself", "ignore_eos")
+        return self
+
     @property
     def asked_tokens(self) -> int | None:
         """Tokens to generate at most; None leaves it to the model."""
         return self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens wanted with each output token; None if no log-probabilities are."""
+        return None
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for each token of the prompt."""
+        return self.prompt_logprobs
 
     @property
     def wants_usage(self) -> bool:

@@ -29,9 +29,10 @@ class KVCacheManager:
     def get_computed_blocks(self, request: Request) -> list[int]:
         """Find the longest cached prefix: blocks of tokens [0, len · block_size).
 
-        Never all known tokens: the last one must run to give logits, in a block of its own.
+        Never all known tokens: the last one must run to give logits, in a block of its own. None if
+        all of the prompt must, for its log-probabilities.
         """
-        if not self._caching:
+        if not self._caching or request.sampling.prompt_logprobs is not None:
             return []
         limit = (request.num_tokens - 1) // self.block_size
         self._extend_hashes(request, limit)

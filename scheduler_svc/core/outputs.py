@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from wire.messages import ErrorCode, FinishReason
+from wire.messages import ErrorCode, FinishReason, RequestLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,10 @@ class Outputs:
     token_ids: list[int] = field(default_factory=list)
     started: list[Started] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
+    logprobs: list[RequestLogprobs] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.reqs or self.started or self.finished)
+        return bool(self.reqs or self.started or self.finished or self.logprobs)
 
 
 @dataclass(slots=True)

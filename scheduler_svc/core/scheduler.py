@@ -231,6 +231,9 @@ class Scheduler:
         if output.errors:
             failed = {error.req: error for error in output.errors}
             rows = [(request, token) for request, token in rows if not self._fail(request, failed)]
+        if output.logprobs:
+            requests, logprobs = self._state.requests, self._state.outputs.logprobs
+            logprobs += [one for one in output.logprobs if one.req in requests]
         self._book(rows)
         lane.kv.publish_full(lane.with_full_blocks(output.step_id))
         for request in lane.ending_with(output.step_id):

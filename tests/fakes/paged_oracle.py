@@ -10,11 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from tests.fakes.fake_logprobs import record
 from wire.messages import (
     BlockCopies,
     HeldRequest,
     ModelRunnerOutput,
     NewRequestData,
+    RequestLogprobs,
     SamplingParams,
     SchedulerOutput,
     crc_of,
@@ -92,8 +94,13 @@ class PagedOracle:
         work = self._apply(step)
         for req, n in work:  # every write of a step comes before every read
             self._write(self.rows[req], n)
-        sampled = [token for req, n in work if (token := self._advance(req, n)) is not None]
-        return ModelRunnerOutput(step.epoch, step.step_id, token_ids(sampled), device_us=1)
+        logprobs: list[RequestLogprobs] = []
+        sampled = [
+            token for req, n in work if (token := self._advance(req, n, logprobs)) is not None
+        ]
+        return ModelRunnerOutput(
+            step.epoch, step.step_id, token_ids(sampled), device_us=1, logprobs=logprobs
+        )
 
     def _answer_fence(self, fence: SchedulerOutput) -> ModelRunnerOutput:
         held = [
@@ -172,7 +179,7 @@ class PagedOracle:
         for position in range(start, end):
             self.slots[self._slot(row, position)] = row.digests[position]
 
-    def _advance(self, req: int, n: int) -> int | None:
+    def _advance(self, req: int, n: int, logprobs: list[RequestLogprobs]) -> int | None:
         """Read all the row's slots, as attention does; sample if all known tokens are computed."""
         row = self.rows[req]
         row.num_computed += n
@@ -185,6 +192,8 @@ class PagedOracle:
         index = len(row.tokens) - row.num_prompt_tokens
         token = sample(row.digests[-1], row.sampling, index, self.vocab)
         row.tokens.append(token)
+        if (k := row.sampling.logprobs) is not None:
+            logprobs.append(RequestLogprobs(req, index, record(token, k, self.vocab)))
         row.digests.append(absorb(row.digests[-1], token))
         if req not in self.decode_batch:
             self.decode_batch.append(req)

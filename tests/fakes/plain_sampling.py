@@ -15,6 +15,7 @@ from torch import Tensor
 from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.sampler import make_metadata, sample
 from tests.fakes.tiny_models import last_logits
+from wire.grammars import GrammarTokenizer
 from wire.messages import NewRequestData, SamplingParams, token_ids
 
 
@@ -41,7 +42,22 @@ def processed(logits: Tensor, how: SamplingParams, prompt: list[int], output: li
     return torch.tensor(values)
 
 
-def plain_answer(model: Any, prompt: list[int], how: SamplingParams, num_tokens: int) -> list[int]:
+def allowed_by(tokenizer: GrammarTokenizer, grammar: str, output: list[int]) -> Tensor:
+    """What may come next (V,), read from the beginning."""
+    matcher = tokenizer.compile(grammar)
+    for token in output:
+        assert matcher.is_stopped() or matcher.consume_token(token)
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    return torch.from_numpy(np.unpackbits(bits, bitorder="little").astype(bool))
+
+
+def plain_answer(
+    model: Any,
+    prompt: list[int],
+    how: SamplingParams,
+    num_tokens: int,
+    tokenizer: GrammarTokenizer | None = None,
+) -> list[int]:
     """So many tokens of output; whatever ends a request is ignored."""
     columns = SamplingColumns(1)
     columns.fill(0, NewRequestData(0, token_ids(), token_ids(), [], 0, 0, how))
@@ -49,6 +65,10 @@ def plain_answer(model: Any, prompt: list[int], how: SamplingParams, num_tokens:
     row = np.array([0])
     while len(output) < num_tokens:
         logits = processed(last_logits(model, prompt + output), how, prompt, output)
+        if how.grammar is not None:
+            assert tokenizer is not None
+            allowed = allowed_by(tokenizer, how.grammar, output)
+            logits[~allowed[: len(logits)]] = -torch.inf
         metadata = make_metadata(columns, row, np.array([len(output)]), logits.device)
         output.append(int(sample(logits[None], metadata).token_ids))
     return output

@@ -18,7 +18,9 @@ from wire.messages import (
     Message,
     ModelRunnerOutput,
     NewRequestData,
+    OutputLogprobs,
     RequestError,
+    RequestLogprobs,
     ResumeRequest,
     SamplingParams,
     SchedulerOutput,
@@ -74,6 +76,9 @@ def every_message() -> list[Message]:
         allowed_token_ids=token_ids([5]),
         bad_words=[token_ids([7, 8])],
         min_tokens=3,
+        logprobs=2,
+        prompt_logprobs=0,
+        grammar='start: "a"',
     )
     prompt, output = token_ids([1, 2, 3]), token_ids([4])
     return [
@@ -115,6 +120,7 @@ def every_message() -> list[Message]:
             failed="out of memory",
             copy_us=7,
             held=[HeldRequest(9, 3, 4, output, output)],
+            logprobs=[RequestLogprobs(9, -2, b"record")],
         ),
         EngineCoreOutputs(
             handles=output,
@@ -124,6 +130,7 @@ def every_message() -> list[Message]:
             finished=[FinishedRequest(1, 4, "error", 3, "it broke", "internal", 2)],
             unknown=[5],
             held=output,
+            logprobs=[OutputLogprobs(1, -2, b"record")],
         ),
         CommittedTokens(request_numbers([2**63]), output, is_checkpoint=True),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import torch
 
@@ -31,8 +32,13 @@ def play(
     samplings: list[SamplingParams],
     num_tokens: int,
     seed: int,
+    *,
+    hear: Callable[[ModelRunnerOutput], None] = lambda _: None,
 ) -> list[list[int]]:
-    """Generate `num_tokens` for each prompt under a random schedule with joins and preemptions."""
+    """Generate `num_tokens` for each prompt under a random schedule with joins and preemptions.
+
+    `hear` is given every result. Requests are numbered from 1 on.
+    """
     draw = random.Random(seed)
     num_blocks = runner.capacity.num_blocks
     driver = StepDriver(num_blocks, runner.capacity.block_size)
@@ -59,7 +65,9 @@ def play(
                 start[req] = draw.randint(1, driver.requests[req].num_known)
         step = driver.step(start, chunks, tuple(ended), tuple(victims))
         done.update(ended)
-        driver.take(execute(runner, step))
+        result = execute(runner, step)
+        driver.take(result)
+        hear(result)
     assert num_preempted > 0
     assert driver.num_free_blocks == num_blocks
     return [driver.requests[req].output[:num_tokens] for req in sorted(driver.requests)]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
+from tests.fakes.fake_logprobs import output_logprobs
 from wire.bus import Bus, Commit, Entry, FencedError, retrying
 from wire.codec import decode
 from wire.keys import request_number
@@ -23,6 +24,7 @@ from wire.messages import (
     ErrorCode,
     FinishedRequest,
     FinishReason,
+    OutputLogprobs,
     ResumeRequest,
     StartedRequest,
     request_numbers,
@@ -31,6 +33,7 @@ from wire.messages import (
 
 PATIENCE_S = 20.0
 OWNER = "scripted.1"
+LOGPROBS_VOCAB = 400  # tokens that are among the most likely ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class _Outputs:
     started: list[StartedRequest] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
     unknown: list[int] = field(default_factory=list)
+    logprobs: list[OutputLogprobs] = field(default_factory=list)
 
     def packed(self) -> EngineCoreOutputs:
         return EngineCoreOutputs(
@@ -80,6 +84,7 @@ class _Outputs:
             self.started,
             self.finished,
             self.unknown,
+            logprobs=self.logprobs,
         )
 
 
@@ -93,6 +98,7 @@ class ScriptedEngine:
         self.aborts: list[AbortRequest] = []
         self.resumes: list[ResumeRequest] = []
         self.tokens_per_commit = 1
+        self.with_logprobs = True
         self.gateways: set[str] = set()
         self._epoch = 0
         self._number = 0
@@ -231,6 +237,8 @@ class ScriptedEngine:
             out.handles += [request.handle] * len(new)
             out.starts += range(start, start + len(new))
             out.tokens += new
+            if self.with_logprobs:
+                out.logprobs += output_logprobs(request, list(new), start, LOGPROBS_VOCAB)
             reqs += [request_number(running.entry_id)] * len(new)
             said += new
             running.num_said += len(new)

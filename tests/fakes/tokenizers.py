@@ -56,6 +56,16 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def ascii_tokenizer() -> Tokenizer:
+    """Byte-level, one printable character a token: id 0 is the space; and an end mark, id 95."""
+    alphabet = ["Ġ", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
+
+
 def large_tokenizer() -> Tokenizer:
     """Byte-level with 50,000 tokens, as real models have; made of merges without any training."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -89,6 +89,17 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
         {**BODY, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
     ),
     "echo": ("/v1/completions", {**BODY, "echo": True, "return_token_ids": True}),
+    "logprobs": ("/v1/completions", {**BODY, "logprobs": 3}),
+    "chat logprobs": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "hello"}],
+            "max_tokens": 12,
+            "ignore_eos": True,
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+    ),
     "chat": (
         CHAT,
         {

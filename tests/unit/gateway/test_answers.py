@@ -10,8 +10,11 @@ from gateway.answers import Answer, answer_for
 from gateway.errors import strict_json
 from gateway.rendering import Rendering, rendering_from
 from gateway.sequences import SequenceOutput
+from gateway.vocabulary import read_vocabulary
+from tests.fakes.tokenizers import byte_level_tokenizer
 from wire.messages import StartedRequest
 
+VOCABULARY = read_vocabulary(byte_level_tokenizer())
 PROMPTS = [[1, 2, 3], [4]]
 FULL = Rendering(
     "completion",
@@ -41,8 +44,12 @@ USAGE = {
 }
 
 
+def made_of(rendering: Rendering) -> Answer:
+    return answer_for("r", rendering, VOCABULARY)
+
+
 def answer() -> Answer:
-    return answer_for("r", FULL)
+    return made_of(FULL)
 
 
 def test_a_body_has_every_choice_in_order() -> None:
@@ -76,7 +83,7 @@ def test_chunks_add_up_to_the_body() -> None:
 
 
 def test_a_chat_says_first_who_speaks() -> None:
-    made = answer_for("r", replace(CHAT, n=2))
+    made = made_of(replace(CHAT, n=2))
     opening = made.opening()
     assert [chunk["choices"][0]["index"] for chunk in opening] == [0, 1]
     assert all(
@@ -87,22 +94,22 @@ def test_a_chat_says_first_who_speaks() -> None:
 
 
 def test_a_completion_opens_with_its_first_text_unless_there_is_something_to_say() -> None:
-    assert not answer_for("r", COMPLETION).has_opening
-    made = answer_for("r", replace(COMPLETION, echoes=["P"]))
+    assert not made_of(COMPLETION).has_opening
+    made = made_of(replace(COMPLETION, echoes=["P"]))
     assert made.has_opening
     [echo] = made.opening()
     assert echo["choices"][0]["text"] == "P"
 
 
 def test_running_usage_is_in_every_chunk() -> None:
-    made = answer_for("r", replace(CHAT, has_usage=True, has_running_usage=True))
+    made = made_of(replace(CHAT, has_usage=True, has_running_usage=True))
     chunk = made.chunk(SequenceOutput(0, "a", [5, 6], 2))
     assert chunk["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize("rendering", [CHAT, COMPLETION])
 def test_every_piece_of_an_answer_has_the_id_of_its_request(rendering: Rendering) -> None:
-    made = answer_for("r", rendering)
+    made = made_of(rendering)
     ids = {chunk["id"] for chunk in [*made.opening(), made.chunk(OUTPUTS[0]), made.body()]}
     assert ids in ({"chatcmpl-r"}, {"cmpl-r"})
 
@@ -114,6 +121,6 @@ def test_another_gateway_says_the_same(rendering: Rendering) -> None:
     outputs = OUTPUTS[: 1 if rendering is CHAT else None]
     said = []
     for one in (rendering, read):
-        made = answer_for("r", one)
+        made = made_of(one)
         said.append([*made.opening(), *map(made.chunk, outputs), *made.closing(), made.body()])
     assert said[0] == said[1]

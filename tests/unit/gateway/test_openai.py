@@ -48,6 +48,8 @@ OUT_OF_RANGE = [
     *[("logit_bias", f'{{"5": {value}}}') for value in ["1e400", '"1"', "true", "null", "[]"]],
     *[("logit_bias", f'{{"{2**32}": 1}}'), ("logit_bias", '{"05": 1}')],
     *[("truncate_prompt_tokens", value) for value in [*NO_NUMBERS, "-2", "1.5", str(2**63)]],
+    *[("logprobs", value) for value in [*NO_NUMBERS, "-1", "21", "1.0", "1000000000"]],
+    *[("prompt_logprobs", value) for value in [*NO_NUMBERS, "-1", "21", "1.0"]],
     *[("truncation_side", value) for value in ['"up"', "1", '""']],
     *[("top_k", value) for value in [*NO_NUMBERS, "-2", "2.5", "2.0", str(2**63)]],
     *[("n", value) for value in [*NO_NUMBERS, "0", "-1", "129", "1000000", "1.0"]],
@@ -196,11 +198,7 @@ def test_a_value_that_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> No
 UNSUPPORTED: list[tuple[str, Any]] = [
     ("best_of", 2),
     ("use_beam_search", True),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {}),
-    ("structured_outputs", {"regex": "a"}),
     ("guided_json", {}),
-    ("prompt_logprobs", 0),
 ]
 
 
@@ -217,7 +215,7 @@ def test_what_cannot_be_honoured_is_refused_and_never_ignored(
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("logprobs", 0), ("logprobs", 5), ("logprobs", True), ("suffix", "x"), ("prompt_embeds", "x")],
+    [("suffix", "x"), ("prompt_embeds", "x")],
 )
 def test_a_completion_refuses_what_only_it_could_have(field: str, value: Any) -> None:
     assert refusal(json.dumps({"prompt": "x", field: value}).encode()).param == field
@@ -226,8 +224,6 @@ def test_a_completion_refuses_what_only_it_could_have(field: str, value: Any) ->
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", True),
-        ("top_logprobs", 2),
         ("tools", []),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "auto"),
@@ -248,7 +244,7 @@ def test_a_chat_refuses_what_only_it_could_have(field: str, value: Any) -> None:
 def test_fields_that_nobody_knows_are_ignored() -> None:
     strange = {"metadata": {"a": [1]}, "store": True, "service_tier": "auto", "top_a": 2**70}
     assert completion(**strange)
-    assert unknown_fields(CompletionBody, {"prompt": 1, "tools": 1, "logprobs": 1}) == ["tools"]
+    assert unknown_fields(CompletionBody, {"prompt": 1, "tools": 1, "suffix": 1}) == ["tools"]
 
 
 def test_a_body_is_a_json_object() -> None:
@@ -327,6 +323,30 @@ def test_the_last_message_is_continued_or_a_new_one_begun() -> None:
     assert chat(continue_final_message=True, add_generation_prompt=False)
     both = {"messages": MESSAGES, "continue_final_message": True}
     assert refusal(json.dumps(both).encode(), ChatBody).param == "continue_final_message"
+
+
+def test_a_chat_says_whether_and_how_many() -> None:
+    assert chat().num_logprobs is None
+    assert chat(top_logprobs=0, logprobs=False).num_logprobs is None
+    assert chat(logprobs=True).num_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).num_logprobs == 20
+    for wrong in ({"top_logprobs": 1}, {"logprobs": True, "top_logprobs": 21}):
+        error = refusal(json.dumps({"messages": MESSAGES, **wrong}).encode(), ChatBody)
+        assert error.param == "top_logprobs"
+    assert refusal(json.dumps({"messages": MESSAGES, "logprobs": 1}).encode(), ChatBody)
+
+
+def test_an_echo_shows_the_prompts_logprobs_as_well() -> None:
+    assert completion(logprobs=2).num_prompt_logprobs is None
+    assert completion(logprobs=2, echo=True).num_prompt_logprobs == 2
+    assert completion(logprobs=2, echo=True, prompt_logprobs=5).num_prompt_logprobs == 5
+    assert completion(prompt_logprobs=0).num_prompt_logprobs == 0
+
+
+@pytest.mark.parametrize("fields", [{"prompt_logprobs": 1}, {"logprobs": 1, "echo": True}])
+def test_logprobs_of_a_prompt_come_at_once(fields: dict[str, Any]) -> None:
+    error = refusal(json.dumps({"prompt": "x", "stream": True, **fields}).encode())
+    assert error.param in fields
 
 
 def test_stream_options_need_a_stream() -> None:

@@ -24,7 +24,7 @@ def test_kv_shapes_and_vocabulary_are_what_the_model_really_uses(
     tiny_folder: Callable[[str], Path],
 ) -> None:
     model = load_model(load(device="cpu", dtype="float32"), tiny_folder("llama"))
-    assert model.kv_shapes == [KVShape(2, 8, 8)] * 2
+    assert model.kv_shapes == [KVShape(2, 16, 16)] * 2
     assert (model.vocab_size, model.max_model_len) == (tiny_models.VOCAB, tiny_models.MAX_LEN)
 
 

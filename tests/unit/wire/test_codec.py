@@ -55,6 +55,7 @@ def values_of(hint: Any) -> st.SearchStrategy[Any]:
         float: st.floats(allow_nan=False, allow_infinity=False),
         str: st.text(),
         bool: st.booleans(),
+        bytes: st.binary(),
     }[hint]
 
 
