@@ -9,7 +9,9 @@ from typing import Any
 from aiohttp import web
 
 from gateway import admin, handlers, inspection, resume, status
+from gateway.access import Access
 from gateway.app_keys import (
+    ACCESS,
     BACKGROUND,
     BUS,
     ENGINE,
@@ -26,6 +28,7 @@ from gateway.output_router import OutputRouter
 from gateway.readiness import Readiness
 from gateway.sampling import seeds
 from gateway.service_rate import ServiceRate
+from gateway.watched_files import WatchedFiles
 from wire.bus import Bus, BusError
 from wire.config import Settings, new_incarnation, process_id
 from wire.service import heartbeat
@@ -41,6 +44,7 @@ def create_app(
     gateway_id: str | None = None,
     *,
     keep_alive_s: float = SECONDS_TO_COMMENT,
+    access: Access | None = None,
 ) -> web.Application:
     """Make the app; run it with `handler_cancellation`, and watch its BACKGROUND for a failure."""
     gateway_id = gateway_id or process_id("gateway")
@@ -48,10 +52,13 @@ def create_app(
     router = OutputRouter(bus, f"{gateway_id}.{incarnation}")
     rate = ServiceRate()
     open_requests = OpenRequests()
+    access = access or Access(settings)
     app = web.Application(
-        middlewares=[open_requests.count, answer_errors], client_max_size=settings.max_body_bytes
+        middlewares=[open_requests.count, answer_errors, access.admit],
+        client_max_size=settings.max_body_bytes,
     )
     app[SETTINGS] = settings
+    app[ACCESS] = access
     app[BUS] = bus
     app[ENGINE] = EngineClient(bus, router, settings, rate)
     app[READINESS] = Readiness(settings, bus)
@@ -61,7 +68,13 @@ def create_app(
     app[KEEP_ALIVE_S] = keep_alive_s
     app.on_response_prepare.append(echo_request_id)
     app.cleanup_ctx.extend(
-        [_heart_ctx(gateway_id, incarnation), _engine_ctx(router), _model_ctx, _watch_ctx(rate)]
+        [
+            _keys_ctx,
+            _heart_ctx(gateway_id, incarnation),
+            _engine_ctx(router),
+            _model_ctx,
+            _watch_ctx(rate),
+        ]
     )
     app.add_routes(
         [
@@ -84,6 +97,14 @@ def create_app(
         ]
     )
     return app
+
+
+async def _keys_ctx(app: web.Application) -> AsyncIterator[None]:
+    """Read the API keys again when their file changes."""
+    access, path = app[ACCESS], app[SETTINGS].api_keys_file
+    files = WatchedFiles([] if path is None else [path], access.read_again)
+    async with app[BACKGROUND].running(files.watch()):
+        yield
 
 
 def _heart_ctx(gateway_id: str, incarnation: str) -> Context:

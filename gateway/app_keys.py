@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from aiohttp import web
 
+from gateway.access import Access
 from gateway.background import Background
 from gateway.engine_client import EngineClient
 from gateway.middlewares import OpenRequests
@@ -13,6 +14,7 @@ from gateway.readiness import Readiness
 from wire.bus import Bus
 from wire.config import Settings
 
+ACCESS = web.AppKey("access", Access)
 SETTINGS = web.AppKey("settings", Settings)
 BUS = web.AppKey("bus", Bus)
 ENGINE = web.AppKey("engine", EngineClient)

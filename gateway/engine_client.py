@@ -16,13 +16,14 @@ from typing import NoReturn
 
 import structlog
 
-from gateway.errors import ApiError, internal, invalid, too_busy, unavailable
+from gateway.errors import ApiError, internal, invalid, over_quota, too_busy, unavailable
 from gateway.output_router import NO_HANDLE, Collector, Followed, OutputRouter
 from gateway.patience import patiently
 from gateway.recovery import Recovery
 from gateway.sequences import Reading, ReadSequence, SequenceOutput
 from gateway.service_rate import ServiceRate
 from wire.answer_record import AnswerRecord
+from wire.api_keys import PLAIN, Terms
 from wire.bus import Bus, BusError, BusFullError, ClaimedError, QueueFullError, retrying
 from wire.codec import WireError
 from wire.config import Settings
@@ -33,6 +34,7 @@ from wire.messages import (
     SamplingParams,
     token_ids,
 )
+from wire.quota import Quota, QuotaError
 
 log = structlog.get_logger()
 
@@ -49,6 +51,7 @@ class GenerationRequest:
     deadline_ms: int | None = None
     cache_salt: str | None = None
     tenant: str = "default"
+    terms: Terms = PLAIN  # of the tenant
 
 
 class EngineClient:
@@ -85,7 +88,8 @@ class EngineClient:
             one.request = self._core_request(one, request, record)
         is_over = is_queued = False
         try:
-            await self._submit([s.followed for s in sequences], record, lapsed_claim)
+            quota = requests[0].terms.quota
+            await self._submit([s.followed for s in sequences], record, lapsed_claim, quota)
             is_queued = True
             while any(sequence.has_more for sequence in sequences):
                 yield await self._next(collector, sequences, reading.idle_s)
@@ -169,16 +173,23 @@ class EngineClient:
             deadline_ms=request.deadline_ms,
             cache_salt=request.cache_salt,
             tenant=request.tenant,
+            weight=request.terms.weight,
             resumable=record.is_resumable,
         )
 
     async def _submit(
-        self, followed: Sequence[Followed], record: AnswerRecord, lapsed_claim: str
+        self,
+        followed: Sequence[Followed],
+        record: AnswerRecord,
+        lapsed_claim: str,
+        quota: Quota,
     ) -> None:
         """Queue requests. After a lost reply the same is sent again, which is harmless."""
         requests = [one.request for one in followed if one.request is not None]
         limit, retention_s = self._settings.max_queued_requests, self._settings.retention_s
-        submit = partial(self._bus.submit, requests, limit, retention_s, record, lapsed_claim)
+        submit = partial(
+            self._bus.submit, requests, limit, retention_s, record, lapsed_claim, quota=quota
+        )
         try:
             await patiently(submit)
         except ClaimedError:
@@ -186,6 +197,8 @@ class EngineClient:
         except QueueFullError as error:
             seconds = self._rate.seconds_for(error.num_waiting)
             raise _NotQueuedError(too_busy(f"the queue is full: {error}", seconds)) from None
+        except QuotaError as error:
+            raise _NotQueuedError(over_quota(error.what, error.wait_s)) from None
         except BusFullError:
             raise _NotQueuedError(unavailable("the server's Redis is full; try again")) from None
         except WireError as error:

@@ -7,6 +7,7 @@ response, or into one event of a stream that has begun.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from wire.messages import ErrorCode
@@ -52,8 +53,13 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response: when to come back, if that helps."""
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        """Headers of the response: when to come back, if that helps, and with what."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(self.retry_after_s)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -76,6 +82,17 @@ def too_busy(message: str, retry_after_s: int = RETRY_SOON_S) -> ApiError:
     """429: full for now."""
     return ApiError(
         429, message, kind="rate_limit_error", code="queue_full", retry_after_s=retry_after_s
+    )
+
+
+def over_quota(what: str, wait_s: float) -> ApiError:
+    """429: the tenant has had its share of this minute, in requests or in tokens."""
+    return ApiError(
+        429,
+        f"the {what} that this tenant may ask for in a minute are used up",
+        kind="rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after_s=max(RETRY_SOON_S, math.ceil(wait_s)),
     )
 
 

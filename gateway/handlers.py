@@ -30,7 +30,7 @@ from gateway.rendering import Rendering, reading_of
 from gateway.responses import stream, whole
 from gateway.sampling import check_prompt, check_request, sampling_params, sibling, truncated
 from gateway.sequences import SequenceOutput
-from gateway.tenants import tenant_of
+from gateway.tenants import cache_salt_of, tenant_of, terms_of
 from wire.answer_record import AnswerRecord
 from wire.bus import ClaimedError
 from wire.messages import SYSTEM_PRIORITY, SamplingParams
@@ -162,8 +162,9 @@ async def _generation_requests(
                 sampling=sibling(params, index),
                 priority=priority,
                 deadline_ms=body.deadline_ms if deadline_ms is None else deadline_ms,
-                cache_salt=body.cache_salt,
+                cache_salt=cache_salt_of(tenant, body.cache_salt),
                 tenant=tenant,
+                terms=terms_of(request),
             )
             for index in range(body.n)
         ]

@@ -9,14 +9,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import signal
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import structlog
 from aiohttp import web
 from aiohttp.http import HttpProcessingError
 
+from gateway.access import Access
 from gateway.app import create_app
 from gateway.app_keys import BACKGROUND, OPEN_REQUESTS, READINESS
+from gateway.tls import ServerTls, server_tls
+from gateway.watched_files import WatchedFiles
 from wire.bus import Bus, BusError
 from wire.config import Settings, SettingsError, process_id
 from wire.service import HEARTBEAT_S, connect
@@ -31,23 +37,24 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Serve until `stopping` is set, then let open requests end.
 
     Raises:
-        SettingsError: MODEL, HOST or PORT cannot be used.
+        SettingsError: MODEL, HOST, PORT, API keys or the certificate cannot be used.
         StartupError: Redis cannot be used.
 
     """
     _allow_many_connections()
     logging.getLogger("aiohttp.server").addFilter(_is_no_clients_fault)
+    access, tls = Access(settings), server_tls(settings)
     bus = await connect(settings, stopping)
     gateway_id = process_id("gateway")
-    app = create_app(settings, bus, gateway_id)
+    app = create_app(settings, bus, gateway_id, access=access)
     runner = web.AppRunner(
         app, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_WORDS_S
     )
     try:
         await runner.setup()
-        site = await _listen(runner, settings, bus, gateway_id)
-        log.info("gateway_listening", host=settings.host, port=settings.port)
-        async with asyncio.TaskGroup() as tasks:
+        site = await _listen(runner, settings, bus, gateway_id, tls)
+        log.info("gateway_listening", host=settings.host, port=settings.port, is_tls=bool(tls))
+        async with _reading_again(app, access, tls), asyncio.TaskGroup() as tasks:
             failing = tasks.create_task(app[BACKGROUND].failure())
             await stopping.wait()
             await _drain(app, runner, site, settings.drain_timeout_s)
@@ -68,8 +75,36 @@ def _is_no_clients_fault(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
+@asynccontextmanager
+async def _reading_again(
+    app: web.Application, access: Access, tls: ServerTls | None
+) -> AsyncIterator[None]:
+    """Read the certificate again when it changes, and on SIGHUP the keys as well."""
+
+    def on_hangup() -> None:
+        access.read_again()
+        if tls is not None:
+            tls.read_again()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    try:
+        if tls is None:
+            yield
+            return
+        files = WatchedFiles(tls.files, tls.read_again)
+        async with app[BACKGROUND].running(files.watch()):
+            yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
+
+
 async def _listen(
-    runner: web.AppRunner, settings: Settings, bus: Bus, gateway_id: str
+    runner: web.AppRunner,
+    settings: Settings,
+    bus: Bus,
+    gateway_id: str,
+    tls: ServerTls | None,
 ) -> web.TCPSite:
     """Listen on HOST:PORT, together with other gateways of this pool if there are any."""
     for patience in reversed(range(PORT_PATIENCE)):
@@ -79,7 +114,8 @@ async def _listen(
         if not patience:
             raise SettingsError(f"PORT={settings.port}: {holder}")
         await asyncio.sleep(HEARTBEAT_S)
-    site = web.TCPSite(runner, settings.host, settings.port, reuse_port=True)
+    context = None if tls is None else tls.context
+    site = web.TCPSite(runner, settings.host, settings.port, ssl_context=context, reuse_port=True)
     try:
         await site.start()
     except OSError as error:

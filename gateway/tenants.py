@@ -1,39 +1,60 @@
-"""Whose request it is, and who may change how the pool runs.
+"""Whose request it is, as far as anybody behind the door wants to know.
 
-The one place that will know API keys. There are none yet, so a tenant is who it says it is, and an
-administrator is whoever sits at this machine.
+`gateway.access` has found out who is asking; here is what it found. What a tenant may see and reuse
+is its own: its requests, streams and Idempotency-Keys, and what the prefix cache holds of them.
 """
 
 from __future__ import annotations
 
 import re
-from ipaddress import ip_address
+from dataclasses import dataclass
 
 from aiohttp import web
 
-from gateway.errors import ApiError, invalid
+from gateway.errors import invalid
+from wire.api_keys import DEFAULT_TENANT, PLAIN, Terms
 
 HEADER = "X-Tenant"
-DEFAULT = "default"
 
 _TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def tenant_of(request: web.Request) -> str:
-    """Name the tenant. Raises ApiError for a name that is none."""
-    tenant = request.headers.get(HEADER, DEFAULT)
-    if not _TENANT.fullmatch(tenant):
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever sent a request."""
+
+    name: str  # of the key
+    tenant: str
+    is_admin: bool
+    terms: Terms = PLAIN
+
+
+CALLER = web.RequestKey("caller", Caller)
+
+
+def named_tenant(request: web.Request) -> str | None:
+    """Read the tenant that the client names, if any. Raises ApiError for a name that is none."""
+    tenant = request.headers.get(HEADER)
+    if tenant is not None and not _TENANT.fullmatch(tenant):
         raise invalid(f"the header {HEADER} must be 1 to 64 of A-Z a-z 0-9 . _ -", HEADER)
     return tenant
 
 
-def check_admin(request: web.Request) -> None:
-    """Refuse whoever may not administer the pool. Raises ApiError (403)."""
-    try:
-        is_local = ip_address(request.remote or "").is_loopback
-    except ValueError:
-        is_local = False
-    if not is_local:
-        raise ApiError(
-            403, "only a client on the gateway's own machine may do this", code="forbidden"
-        )
+def tenant_of(request: web.Request) -> str:
+    """Name the tenant whose request this is."""
+    return request[CALLER].tenant
+
+
+def terms_of(request: web.Request) -> Terms:
+    """Say what that tenant is due."""
+    return request[CALLER].terms
+
+
+def cache_salt_of(tenant: str, asked: str | None) -> str | None:
+    """Keep tenants apart in the prefix cache: a hit would tell one what another has asked.
+
+    Unambiguous, since no tenant has a slash in its name.
+    """
+    if tenant == DEFAULT_TENANT and asked is None:
+        return None
+    return f"{tenant}/{asked or ''}"

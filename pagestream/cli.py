@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -22,8 +23,9 @@ from pagestream import embedded, inspect, instance, tail
 from pagestream import up as stack
 from pagestream.plan import MODULES, python_module
 from wire import model_store
+from wire.api_keys import DEFAULT_TENANT, KeysFileError, add_key
 from wire.bus import BusError
-from wire.config import SettingsError, load
+from wire.config import SettingsError, check_shown, load
 
 app = typer.Typer(
     help="Serve language models on machines that come and go.",
@@ -34,6 +36,8 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
+keys_app = typer.Typer(help="API keys.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
 
 Assignments = Annotated[
     list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting; may be repeated.")
@@ -83,6 +87,7 @@ def up(  # noqa: PLR0917 - one parameter an option, as typer has it
 ) -> None:
     """Run the whole stack on this machine, in the foreground."""
     with _sentences():
+        check_shown(redis or "")
         settings = load(
             assignments,
             model=model,
@@ -192,6 +197,26 @@ def models_pull(name: str, assignments: Assignments = []) -> None:  # noqa: B006
     _say(str(folder))
 
 
+@keys_app.command("new")
+def keys_new(
+    name: Annotated[str, typer.Argument(help="What to call the key.")],
+    admin: Annotated[
+        bool, typer.Option("--admin", help="It may change how the pool runs.")
+    ] = False,
+    tenant: Annotated[str, typer.Option(help="Whose requests it sends.")] = DEFAULT_TENANT,
+    days: Annotated[int | None, typer.Option(min=1, help="Days until it expires.")] = None,
+    assignments: Assignments = [],  # noqa: B006 - typer only reads it
+) -> None:
+    """Print a new key, this once, and add its digest to API_KEYS_FILE."""
+    with _sentences():
+        path = load(assignments).api_keys_file
+        if path is None:
+            raise SettingsError("API_KEYS_FILE is not set: name the file that gets the key")
+        expires = None if days is None else datetime.now(UTC).date() + timedelta(days=days)
+        key = add_key(path, name, is_admin=admin, tenant=tenant, expires=expires)
+    _say(key)
+
+
 def _become(role: str, assignments: list[str]) -> None:
     """Turn this process into a service, as `python -m` would start it."""
     flags = [part for one in assignments for part in ("--set", one)]
@@ -207,7 +232,7 @@ def _sentences() -> Iterator[None]:
     except SettingsError as error:
         _tell(f"pagestream: {error}")
         raise typer.Exit(2) from None
-    except (BusError, embedded.NoServerError, model_store.ModelMissing) as error:
+    except (BusError, embedded.NoServerError, model_store.ModelMissing, KeysFileError) as error:
         _tell(f"pagestream: {error}")
         raise typer.Exit(1) from None
 

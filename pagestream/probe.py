@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 
 from wire.config import SettingsError
 
@@ -39,16 +40,23 @@ def check_port(host: str, port: int) -> None:
         raise SettingsError(f"HOST={host}: {error.strerror}") from None
 
 
-def url(host: str, port: int) -> str:
+def url(host: str, port: int, *, is_tls: bool = False) -> str:
     """Address of the gateway, as people write it."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
-async def is_ready(host: str, port: int) -> bool:
-    """Whether GET /ready is answered with 200: a worker serves."""
+async def is_ready(host: str, port: int, *, is_tls: bool = False) -> bool:
+    """Whether GET /ready is answered with 200: a worker serves.
+
+    The certificate is not looked at: it need not have the name that this machine calls itself by.
+    """
+    context = _unverified() if is_tls else None
     try:
         async with asyncio.timeout(_ANSWER_WITHIN_S):
-            reader, writer = await asyncio.open_connection(_EVERYWHERE.get(host, host), port)
+            reader, writer = await asyncio.open_connection(
+                _EVERYWHERE.get(host, host), port, ssl=context
+            )
             try:
                 writer.write(b"GET /ready HTTP/1.0\r\n\r\n")
                 status = await reader.readline()
@@ -57,3 +65,10 @@ async def is_ready(host: str, port: int) -> bool:
     except (OSError, TimeoutError):
         return False
     return status.split()[1:2] == [b"200"]
+
+
+def _unverified() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context

@@ -105,7 +105,8 @@ class Stack:
             return
         self._is_up = True
         self._screen.settle()
-        sys.stdout.write(f"ready {url(self._settings.host, self._settings.port)}\n")
+        settings, is_tls = self._settings, self._settings.tls_cert_file is not None
+        sys.stdout.write(f"ready {url(settings.host, settings.port, is_tls=is_tls)}\n")
         sys.stdout.flush()
 
     def _add(self, service: Service) -> Child:
@@ -158,8 +159,9 @@ class Stack:
         return not self._stopping.is_set()
 
     async def _wait_until_ready(self, bus: Bus) -> None:
-        settings = self._settings
-        while not (self._stopping.is_set() or await is_ready(settings.host, settings.port)):
+        host, port = self._settings.host, self._settings.port
+        is_tls = self._settings.tls_cert_file is not None
+        while not (self._stopping.is_set() or await is_ready(host, port, is_tls=is_tls)):
             await self._show_states(bus)
             await asyncio.sleep(_POLL_S)
 

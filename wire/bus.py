@@ -40,6 +40,7 @@ from wire.messages import (
     ResumeRequest,
     SchedulerOutput,
 )
+from wire.quota import UNLIMITED, Quota, QuotaError, num_tokens_at_most
 from wire.records import Records, text
 from wire.stream import Entry, Reader
 
@@ -109,24 +110,32 @@ class Bus(Records):
         retention_s: float,
         record: AnswerRecord | None = None,
         lapsed_claim: str = "",
+        *,
+        quota: Quota = UNLIMITED,
     ) -> list[int]:
         """Queue these requests together, or none of them; harmless to repeat.
 
         The `record` of their answer is stored with them. If it has a claim, that takes the place of
-        `lapsed_claim` or of none. Returns their request numbers; 0 for one that was aborted
-        meanwhile. Raises QueueFullError, ClaimedError, BusFullError, BusDownError.
+        `lapsed_claim` or of none. They are all of one tenant, whose `quota` they must be within.
+        Returns their request numbers; 0 for one that was aborted meanwhile. Raises QueueFullError,
+        ClaimedError, QuotaError, BusFullError, BusDownError.
         """
         key, claim = self._claim(requests[0], record)
-        keys = [self.keys.requests(), self.keys.stats(), key]
+        bucket = self.keys.quota(requests[0].tenant)
+        keys = [self.keys.requests(), self.keys.stats(), key, bucket]
         keys += [self.keys.request(request.req_id) for request in requests]
         args: list[Argument] = [limit, claim, lapsed_claim]
+        args += [quota.requests_per_minute, quota.tokens_per_minute]
         for request in requests:
             args += [request.req_id, codec.encode(request), _stored_fields(request, record)]
+            args.append(num_tokens_at_most(request))
         status, *rest = await self._connection.script(_SUBMIT, keys, args)
         if status == b"FULL":
             raise QueueFullError(int(rest[0]))
         if status == b"CLAIMED":
             raise ClaimedError(rest[0].decode())
+        if status == b"QUOTA":
+            raise QuotaError(rest[0].decode(), int(rest[1]) / 1000)
         return [request_number(entry.decode()) for entry in rest]
 
     async def abort(self, abort: AbortRequest) -> None:

@@ -104,6 +104,15 @@ class Settings(BaseSettings):
         "`redis+sentinel://host,host/service` address.",
     )
     redis_password_file: Path | None = Field(None, description="File that holds the password.")
+    api_keys_file: Path | None = Field(
+        None,
+        description="API keys, written by `pagestream keys new`. Without one everybody is an "
+        "administrator if HOST is a loopback address, and nobody is let in otherwise.",
+    )
+    tls_cert_file: Path | None = Field(
+        None, description="PEM file with the gateway's certificate and its chain; HTTPS with it."
+    )
+    tls_key_file: Path | None = Field(None, description="PEM file with that certificate's key.")
     worker_id: str | None = Field(
         None, pattern=_ID_PATTERN, description="Name of this worker; made from the host by default."
     )
@@ -224,6 +233,12 @@ class Settings(BaseSettings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Settings:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("TLS_CERT_FILE and TLS_KEY_FILE go together: one of them is missing")
+        return self
+
     @property
     def model_name(self) -> str:
         """The model's name in the API."""
@@ -261,6 +276,8 @@ def load(assignments: Iterable[str] = (), **overrides: Any) -> Settings:
             raise SettingsError(f"--set {assignment}: expected NAME=VALUE")
         name = name.strip().upper().removeprefix(PREFIX)
         _check_name(name)
+        if name == "REDIS_URL":
+            check_shown(value)
         given[name.lower()] = value
     _check_names(os.environ)
     _check_names(_dotenv())
@@ -268,6 +285,19 @@ def load(assignments: Iterable[str] = (), **overrides: Any) -> Settings:
         return Settings(**given)
     except ValidationError as error:
         raise SettingsError(_sentence(error)) from None
+
+
+def check_shown(redis_url: str) -> None:
+    """Refuse an address with a password on a command line, where everybody can read it.
+
+    Raises SettingsError.
+    """
+    if re.search(r"//[^/@]*:[^/@]+@", redis_url):
+        raise SettingsError(
+            f"REDIS_URL={without_password(redis_url)}: everybody on this machine can read a "
+            "password on a command line; put it into REDIS_PASSWORD_FILE, or the whole address "
+            "into the environment"
+        )
 
 
 def _check_name(name: str) -> None:

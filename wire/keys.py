@@ -142,6 +142,10 @@ class Keys:
         """Hash: tokens served by tenant, divided by its weight; saved with each checkpoint."""
         return self._key("tenants")
 
+    def quota(self, tenant: str) -> str:
+        """Hash with a TTL: what is left of a tenant's minute, in requests and in tokens."""
+        return self._key("quota", tenant)
+
     def config(self) -> str:
         """Hash: settings that were changed while running, with a version."""
         return self._key("config")

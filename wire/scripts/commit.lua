@@ -62,6 +62,20 @@ local function keep_for_a_while(req_key)
   end
 end
 
+-- A request that has ended counts towards its tenant's tokens of this minute for what it was, and no
+-- longer for what it might have become (see submit.lua).
+local function settle(req_key)
+  local known = redis.pcall('HMGET', req_key,
+    'reserved_tokens', 'num_prompt_tokens', 'num_output_tokens', 'tenant')
+  if known.err or not known[1] then return end
+  redis.pcall('HDEL', req_key, 'reserved_tokens')
+  local bucket = req_key:match('^(.*:)req:') .. 'quota:' .. (known[4] or '')
+  local unused = known[1] - (known[2] or 0) - (known[3] or 0)
+  if redis.pcall('HEXISTS', bucket, 'tokens') == 1 then
+    redis.pcall('HINCRBYFLOAT', bucket, 'tokens', unused)
+  end
+end
+
 if part.trim == 1 then redis.pcall('XTRIM', KEYS[2], 'MINID', id) end
 redis.call('XADD', KEYS[2], id, 'tokens', part.num_tokens, 'body', ARGV[3])
 for _, one in ipairs(part.updates) do redis.pcall('HSET', one[1], unpack(one[2])) end
@@ -71,6 +85,7 @@ for _, one in ipairs(part.tokens) do
 end
 for _, one in ipairs(part.ended) do
   redis.pcall('XDEL', KEYS[3], one[2])
+  settle(one[1])
   keep_for_a_while(one[1])
 end
 for _, entry in ipairs(part.entries) do redis.pcall('XDEL', KEYS[3], entry) end

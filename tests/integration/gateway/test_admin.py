@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp.test_utils import make_mocked_request
 
 from gateway import admin
-from gateway.errors import ApiError
-from gateway.tenants import check_admin
 from tests.fakes.gateway_pool import Pool, gateways, make_pool
 from wire.config import Settings
 
@@ -79,22 +76,3 @@ async def test_a_gateway_that_drains_takes_nothing_new(settings: Settings) -> No
             assert await response.json() == {"state": "draining", "num_open": 0}
         assert (await pool.post(body))[0] == 503
         assert (await pool.post(body, at=1))[0] == 200
-
-
-def test_only_who_sits_at_the_machine_administers_it() -> None:
-    here = make_mocked_request("GET", "/", transport=_Transport("127.0.0.1"))
-    check_admin(here)
-    for elsewhere in ("192.0.2.1", "::ffff:192.0.2.1", ""):
-        with pytest.raises(ApiError) as refused:
-            check_admin(make_mocked_request("GET", "/", transport=_Transport(elsewhere)))
-        assert refused.value.status == 403
-
-
-class _Transport:
-    """A connection from some address."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return (self._address, 1) if name == "peername" else default

@@ -63,7 +63,11 @@ async def test_the_engine_gets_the_whole_request(world: World) -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_p) == (9, 0.5, 0.9)
     assert (sampling.top_k, sampling.min_p, sampling.seed) == (3, 0.1, 11)
     assert (sampling.eos_token_ids, sampling.stop_token_ids) == ([END], [4, 5])
-    assert (request.priority, request.deadline_ms, request.cache_salt) == (-2, 60_000, "salt")
+    assert (request.priority, request.deadline_ms, request.cache_salt) == (
+        -2,
+        60_000,
+        "default/salt",
+    )
     assert len(request.req_id) == 32
     assert int(request.req_id, 16) >= 0
 

@@ -211,12 +211,25 @@ def test_settings_do_not_change():
     ],
 )
 def test_addresses_of_redis_are_taken(url: str):
-    assert load([f"REDIS_URL={url}"]).redis_url == url
+    assert load(redis_url=url).redis_url == url
+
+
+@pytest.mark.parametrize("address", ["redis://user:secret@host", "unix://:secret@/run/redis.sock"])
+def test_a_password_on_a_command_line_is_refused(address: str):
+    with pytest.raises(SettingsError, match="REDIS_PASSWORD_FILE") as refused:
+        load([f"REDIS_URL={address}"])
+    assert "secret" not in str(refused.value)
+
+
+def test_a_certificate_and_its_key_go_together():
+    with pytest.raises(SettingsError, match="TLS_CERT_FILE and TLS_KEY_FILE go together"):
+        load(["TLS_CERT_FILE=/c.pem"])
+    assert load(["TLS_CERT_FILE=/c.pem", "TLS_KEY_FILE=/k.pem"]).tls_key_file is not None
 
 
 def test_a_password_is_never_shown():
     with pytest.raises(SettingsError) as refused:
-        load(["REDIS_URL=redis://user:secret@host:port"])
+        load(redis_url="redis://user:secret@host:port")
     assert "secret" not in str(refused.value)
     assert "host:port" in str(refused.value)
     assert without_password("unix://:secret@/a.sock") == "unix://***@/a.sock"
