@@ -2,8 +2,8 @@
 
 Every endpoint wants a key, but for those that are open; what is not listed here is shut to whoever
 has none. Owns the keys in force, and reads their file anew when it changes; a file that cannot be
-used changes nothing. Without a file everybody is an administrator where the gateway listens on a
-loopback address only, and nobody is let in where it does not.
+used changes nothing. Without a file everybody is let in: as an administrator where the gateway
+listens on a loopback address only, as a user where it does not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ OPEN = frozenset({"/health", "/ready"})
 ADMINS_ONLY = ("/admin/", "/metrics")
 """Beginnings of the paths that need an admin key: they concern all tenants."""
 
-_EVERYBODY = Caller("everybody", DEFAULT_TENANT, is_admin=True)
+METRICS = "/metrics"
+"""Open as long as there are no keys, and so no tenants: what scrapes it sits on another machine."""
 
 
 def role_for(path: str) -> Role | None:
@@ -59,7 +60,8 @@ class Access:
         elif is_loopback(settings.host):
             log.info("everybody_is_admin", why="no API_KEYS_FILE; HOST is a loopback address")
         else:
-            log.warning("nobody_is_let_in", why="no API_KEYS_FILE; HOST is no loopback address")
+            why = "no API_KEYS_FILE; HOST is no loopback address: whoever can reach it is a user"
+            log.warning("nobody_is_admin", why=why)
 
     def read_again(self) -> None:
         """Take over what the file says now; if it cannot be used, keep what was read before."""
@@ -76,7 +78,8 @@ class Access:
     async def admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Middleware: let a request pass whose caller may do this. Raises ApiError (401, 403)."""
         resource = request.match_info.route.resource
-        needed = role_for("" if resource is None else resource.canonical)
+        path = "" if resource is None else resource.canonical
+        needed = None if path == METRICS and self._path is None else role_for(path)
         if needed is not None:
             caller = self._caller(request)
             if needed == "admin" and not caller.is_admin:
@@ -133,18 +136,18 @@ def _presented_key(request: web.Request) -> bytes:
 
 
 def _local_caller(request: web.Request, host: str) -> Caller:
-    """Everybody on this machine, if nobody else can come here at all.
+    """Everybody, as an administrator if only this machine can come here at all.
 
     A browser on this machine can be made to come here by any page that it shows. So what such a
     page would send is refused: another site as its origin, or, as this machine's name, one that a
     stranger can have (DNS rebinding).
     """
+    tenant = named_tenant(request) or DEFAULT_TENANT
     if not is_loopback(host):
-        raise unauthorized("this server has no API keys yet, so it lets nobody in")
+        return Caller("everybody", tenant, is_admin=False)
     name, origin = request.headers.get("Host", ""), request.headers.get("Origin")
     if _is_registrable(name) or (origin is not None and origin.partition("//")[2] != name):
         raise ApiError(
             403, "without API keys only programs on this machine may ask", code="forbidden"
         )
-    tenant = named_tenant(request)
-    return _EVERYBODY if tenant is None else Caller("everybody", tenant, is_admin=True)
+    return Caller("everybody", tenant, is_admin=True)

@@ -107,7 +107,7 @@ class Settings(BaseSettings):
     api_keys_file: Path | None = Field(
         None,
         description="API keys, written by `pagestream keys new`. Without one everybody is an "
-        "administrator if HOST is a loopback address, and nobody is let in otherwise.",
+        "administrator if HOST is a loopback address, and a user otherwise.",
     )
     tls_cert_file: Path | None = Field(
         None, description="PEM file with the gateway's certificate and its chain; HTTPS with it."

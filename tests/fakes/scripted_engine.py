@@ -19,6 +19,7 @@ from wire.keys import request_number
 from wire.messages import (
     AbortRequest,
     CommittedTokens,
+    ConfigChange,
     EngineCoreOutputs,
     EngineCoreRequest,
     ErrorCode,
@@ -202,6 +203,9 @@ class ScriptedEngine:
         commit.done_entries.append(entry.entry_id)
         if isinstance(message, ResumeRequest):
             self._resume(message, outputs)
+            return
+        if isinstance(message, ConfigChange):  # there is nothing to configure
+            commit.done_entries.append(entry.entry_id)
             return
         assert isinstance(message, AbortRequest)
         self.aborts.append(message)

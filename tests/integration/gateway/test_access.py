@@ -176,16 +176,17 @@ async def test_without_a_key_nobody_learns_which_paths_there_are(guarded: World)
 
 
 @pytest.mark.parametrize(
-    ("host", "passes"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False)]
+    ("host", "is_admin"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False)]
 )
-async def test_without_a_file_only_this_machine_is_let_in(
-    make_settings: Callable[..., Settings], model_folder: Path, host: str, passes: bool
+async def test_without_a_file_everybody_is_let_in_and_only_this_machine_administers(
+    make_settings: Callable[..., Settings], model_folder: Path, host: str, is_admin: bool
 ) -> None:
     async with make_world(make_settings(model=str(model_folder), host=host)) as world:
-        for path in ("/v1/models", "/admin/config", "/metrics"):
+        for path in ("/v1/models", "/metrics", "/admin/config"):
             for headers in ({}, bearer("whatever")):
                 async with world.http.get(world.url + path, headers=headers) as response:
-                    assert response.status == (200 if passes else 401)
+                    passes = is_admin or not path.startswith("/admin")
+                    assert response.status == (200 if passes else 403)
         async with world.http.get(world.url + "/ready") as response:
             assert response.status == 200
 
