@@ -208,7 +208,8 @@ class World:
         assert sequence.tokens == want[: len(sequence.tokens)], "tokens depend on the schedule"
         match end.finish_reason:
             case "error" if end.error_code == "unavailable":
-                assert sequence.deadline_ms is not None or self.config.queue_timeout_s
+                patience = any(config.queue_timeout_s for config in self.configs)
+                assert sequence.deadline_ms is not None or patience
             case "error" if end.error_code == "internal":
                 assert self.num_losses >= self.config.max_worker_losses
             case "error":

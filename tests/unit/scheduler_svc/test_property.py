@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -21,7 +22,7 @@ from tests.fakes.paged_oracle import VOCAB
 from tests.fakes.world import Sequence, World
 from wire.messages import SYSTEM_PRIORITY
 
-# A long run: PAGESTREAM_TEST_EXAMPLES=20000. (Not a setting of the product, so without its prefix.)
+# Not a setting of the product, so without its prefix.
 EXAMPLES = int(os.environ.get("TEST_EXAMPLES", "400"))
 
 NORMAL = settings(
@@ -48,6 +49,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         reserved_blocks=draw(st.sampled_from([0, 0, 1])),
         policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "sjf", "deadline"])),
         priority_ageing_s=draw(st.sampled_from([0.0, 0.05])),
+        queue_timeout_s=draw(st.sampled_from([0.0, 0.0, 0.0, 0.3])),
+        deadline_action=draw(st.sampled_from(["end", "ignore"])),
         preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
         preemption_victim=draw(st.sampled_from(["newest", "cheapest"])),
     )
@@ -66,6 +69,7 @@ class Pool(RuleBasedStateMachine):
     """Clients, workers and leaders that come and go around one scheduler core."""
 
     world: World
+    num_steps = 0  # of all programs
 
     @initialize(
         config=configs(), capacity=capacities, depth=st.integers(1, 3), workers=st.integers(0, 2)
@@ -91,6 +95,7 @@ class Pool(RuleBasedStateMachine):
         max_tokens=st.integers(1, 14),
         eos=st.none() | st.integers(0, VOCAB - 1),
         seed=st.none() | st.integers(0, 3),
+        n=st.sampled_from([1, 1, 1, 3]),
         salt=st.sampled_from([None, None, "a", "b"]),
         tenant=st.sampled_from("aaab"),
         priority=st.sampled_from([0, 0, 1, -3, SYSTEM_PRIORITY]),
@@ -103,6 +108,7 @@ class Pool(RuleBasedStateMachine):
         max_tokens: int,
         eos: int | None,
         seed: int | None,
+        n: int,
         salt: str | None,
         tenant: str,
         priority: int,
@@ -110,16 +116,19 @@ class Pool(RuleBasedStateMachine):
         repeats: int,
     ) -> None:
         earlier = self.world.sequences.get(len(self.world.sequences) - repeats)
-        self.world.add(
-            earlier.prompt + prompt if earlier and len(earlier.prompt) < 14 else prompt,
-            max_tokens,
-            eos=eos,
-            seed=seed,
-            salt=salt,
-            tenant=tenant,
-            priority=priority,
-            deadline_ms=deadline_ms,
-        )
+        if earlier and len(earlier.prompt) < 14:
+            prompt = earlier.prompt + prompt
+        for index in range(n):
+            self.world.add(
+                prompt,
+                max_tokens,
+                eos=eos,
+                seed=seed if n == 1 else index,
+                salt=salt,
+                tenant=tenant,
+                priority=priority,
+                deadline_ms=deadline_ms,
+            )
 
     @precondition(lambda self: self._alive())
     @rule(data=st.data())
@@ -166,9 +175,14 @@ class Pool(RuleBasedStateMachine):
     def restart_scheduler(self) -> None:
         self.world.restart_scheduler()
 
-    @rule()
-    def expire(self) -> None:
+    @rule(seconds=st.sampled_from([0.0, 0.1, 1.0]))
+    def expire(self, seconds: float) -> None:
+        self.world.now += seconds
         self.world.expire()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.world.scheduler.reset_prefix_cache()
 
     @precondition(lambda self: self.world.config.enable_chunked_prefill)
     @rule(config=configs())
@@ -180,6 +194,7 @@ class Pool(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
+        Pool.num_steps += 1
         if hasattr(self, "world"):
             self.world.scheduler.check_integrity()
 
@@ -190,3 +205,11 @@ class Pool(RuleBasedStateMachine):
 
 def test_tokens_do_not_depend_on_the_schedule() -> None:
     run_state_machine_as_test(Pool, settings=NORMAL)
+
+
+@pytest.mark.long
+def test_a_million_random_steps_change_no_token() -> None:
+    many = settings(NORMAL, max_examples=2000, derandomize=False, database=None)
+    Pool.num_steps = 0
+    while Pool.num_steps < 1_000_000:
+        run_state_machine_as_test(Pool, settings=many)
