@@ -3,8 +3,10 @@
     python -m bench.soak [--minutes 20] [--calm]
 
 Real processes and oracle workers; every answer is checked. Half a minute brings one kill, unless
-it is to be calm. Each line of output is a look at the pool; the last one compares the second
-quarter of them with the last, and the exit code is 1 if something grew by more than a fifth.
+it is to be calm; then the memory of the processes is judged too, which otherwise begins anew again
+and again. Each line of output is a look at the pool. The last one says how fast each figure grew
+over the last two thirds of the time, and the exit code is 1 if that was more than 1 % an hour and
+more than the slack below.
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ from tests.fakes.redis_server import KINDS, find_binary
 LOOK_S = 5.0
 KILL_S = 30.0
 NUM_OPEN = 24
-GROWTH = 1.2
-SLACK = {"redis_bytes": 2_000_000, "keys": 100, "connections": 10, "stream_entries": 1000}
-"""What a figure may gain whatever it was."""
+GROWTH_PER_HOUR = 0.01
+SLACK = {"keys": 100, "connections": 10, "stream_entries": 1000}
+SLACK_BYTES = 2_000_000
+"""What a figure may gain in that time, whatever it was."""
 
 Look = dict[str, float]
 
@@ -48,7 +51,8 @@ async def soak(minutes: float, *, is_calm: bool) -> bool:
         async with pool.running():
             await pool.ready()
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(feed(crowd)), group.create_task(watch(pool, looks))]
+                watching = watch(pool, looks, has_processes=is_calm)
+                tasks = [group.create_task(feed(crowd)), group.create_task(watching)]
                 if not is_calm:
                     tasks.append(group.create_task(kill(pool)))
                 await asyncio.sleep(60 * minutes)
@@ -57,8 +61,14 @@ async def soak(minutes: float, *, is_calm: bool) -> bool:
             await crowd.all_done()
     finally:
         await pool.close()
-    grown = [name for name in looks[0] if has_grown(name, looks)]
-    say(tokens=crowd.num_tokens, violations=crowd.violations, grown=grown)
+    growths = {name: growth(name, looks) for name in looks[0] if name != "seconds"}
+    grown = sorted(name for name, (_, is_too_much) in growths.items() if is_too_much)
+    say(
+        tokens=crowd.num_tokens,
+        violations=crowd.violations,
+        gained={name: round(gained) for name, (gained, _) in growths.items()},
+        grown=grown,
+    )
     return not grown and not crowd.violations
 
 
@@ -78,15 +88,16 @@ async def kill(pool: Pool) -> None:
         draw.choice(pool.processes).kill()
 
 
-async def watch(pool: Pool, looks: list[Look]) -> None:
+async def watch(pool: Pool, looks: list[Look], *, has_processes: bool) -> None:
     started = time.monotonic()
     while True:
         await asyncio.sleep(LOOK_S)
-        looks.append(await look(pool))
-        say(seconds=round(time.monotonic() - started), **looks[-1])
+        seen = await look(pool, has_processes=has_processes)
+        looks.append({"seconds": round(time.monotonic() - started), **seen})
+        say(**looks[-1])
 
 
-async def look(pool: Pool) -> Look:
+async def look(pool: Pool, *, has_processes: bool) -> Look:
     """The figures that must not grow."""
     seen: Look = {}
     async with redis.asyncio.Redis.from_url(pool.redis.url, decode_responses=True) as client:
@@ -97,20 +108,28 @@ async def look(pool: Pool) -> Look:
         seen["connections"] = info["connected_clients"]
         seen["keys"] = len(keys)
         seen["stream_entries"] = sum([await client.xlen(key) for key in streams])
-    for process in pool.processes:
+    for process in pool.processes if has_processes else ():
         if process.pid is not None:
             seen[f"{process.name}_bytes"] = psutil.Process(process.pid).memory_info().rss
     return seen
 
 
-def has_grown(name: str, looks: list[Look]) -> bool:
-    """Compare the second quarter, when all is warm, with the last."""
-    values = [one[name] for one in looks if name in one]
-    quarter = len(values) // 4
-    if quarter == 0:
-        return False
-    before, after = median(values[quarter : 2 * quarter]), median(values[-quarter:])
-    return after > before * GROWTH + SLACK.get(name, 0)
+def growth(name: str, looks: list[Look]) -> tuple[float, bool]:
+    """What a figure gained over the last two thirds, by the median slope; whether that is too much.
+
+    The slopes are those between each look of the first half of them and its like in the second.
+    """
+    points = [(one["seconds"], one[name]) for one in looks if name in one]
+    points = points[len(points) // 3 :]
+    half = len(points) // 2
+    if half == 0:
+        return 0.0, False
+    pairs = zip(points[:half], points[-half:], strict=True)
+    slope = median((later[1] - one[1]) / (later[0] - one[0]) for one, later in pairs)
+    seconds = points[-1][0] - points[0][0]
+    gained, level = slope * seconds, median(value for _, value in points)
+    allowed = level * GROWTH_PER_HOUR * seconds / 3600
+    return gained, gained > max(allowed, SLACK.get(name, SLACK_BYTES))
 
 
 def say(**figures: object) -> None:

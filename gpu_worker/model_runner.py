@@ -19,6 +19,7 @@ from gpu_worker.logprobs import MeasuredLogits, prompt_logprobs
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.sampler import SamplerOutput, make_metadata, sample
 from wire.messages import (
+    HeldRequest,
     ModelRunnerOutput,
     NewRequestData,
     RequestError,
@@ -50,9 +51,11 @@ class ModelRunner:
         self._grammars = grammars
         backend.alloc_kv(model.kv_shapes, capacity.num_blocks)
         self._states = RequestStates(capacity, model.device, grammars)
+        self._held: list[HeldRequest] = []  # at the last fence, until a step writes
 
     def reset(self) -> None:
         """Hold no request. What the cache holds means nothing any more."""
+        self._held = []
         self._states = RequestStates(self.capacity, self.model.device, self._grammars)
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:
@@ -64,12 +67,14 @@ class ModelRunner:
         started = time.perf_counter()
         if step.epoch < self.epoch:
             return None
-        held = self._states.held() if step.is_fence else []
+        if step.is_fence:
+            self._held = self._states.held() or self._held
         if step.epoch > self.epoch or step.is_fence:
             self._states.forget_all()
             self.epoch = step.epoch
         if step.is_fence:
-            return ModelRunnerOutput(step.epoch, step.step_id, held=held)
+            return ModelRunnerOutput(step.epoch, step.step_id, held=self._held)
+        self._held = []
         work = self._states.apply(step)
         sampled, logprobs = self._run(work)
         sampled_ids = sampled.token_ids.tolist()

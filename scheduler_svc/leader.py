@@ -75,6 +75,7 @@ class Leader:
             links=lambda: self._roster.links,
         )
         self._caution = Caution(bus, self._intake, self._ledger)
+        self._untried: set[str] = set()  # workers that got no step since an entry was taken in
         self._workers_by = time.monotonic() + WORKERS_S
         self._controls: list[tuple[str, recovery.Control]] = []  # that recovery found
         self._cursor = "0-0"  # where recovery stopped reading
@@ -149,27 +150,30 @@ class Leader:
             return
         for entry in entries:
             await self._apply(entry)
-        took_in = await self._take_in()
+        await self._take_in()
         self._scheduler.expire(self._now())
         await self._dispatch()
         self._commits.collect()
-        if took_in and not self._caution.is_taking_in:
+
+    async def _take_in(self) -> None:
+        """At a careful start, take one more entry in once every worker got a step with the last."""
+        lanes = self._scheduler.lanes
+        if self._is_open.is_set() or self._untried & lanes.keys():
+            return
+        if not lanes and time.monotonic() < self._workers_by:
+            return
+        if self._caution.is_taking_in:
+            self._untried = set(lanes)
+            await self._caution.take_next()
+        else:
             await self._caution.all_in()
             await self._open_the_door()
-
-    async def _take_in(self) -> bool:
-        """Take one more entry in, at a careful start."""
-        is_ready = self._scheduler.lanes or time.monotonic() > self._workers_by
-        if not self._caution.is_taking_in or not is_ready:
-            return False
-        await self._caution.take_next()
-        return True
 
     def _patience_ms(self) -> int:
         """How long to wait for an event: until something is due without one."""
         wake = self._scheduler.next_wake()
         until_wake = BLOCK_MS if wake is None else round((wake - self._now()) * 1000) + 1
-        if self._is_gathering or self._caution.is_taking_in:
+        if self._is_gathering or not self._is_open.is_set():
             until_wake = min(until_wake, 1)
         return max(1, min(BLOCK_MS, until_wake))
 
@@ -212,6 +216,7 @@ class Leader:
                 continue
             while process in lanes and len(lanes[process].in_flight) < most:
                 step = self._scheduler.schedule(process, self._now())
+                self._untried.discard(process)
                 if step is None:
                     break
                 await self._publish(process, step)

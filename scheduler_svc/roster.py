@@ -136,7 +136,7 @@ class Roster:
                 continue
             try:
                 link = WorkerLink.of(name, fields, time.monotonic())
-                self._scheduler.check_capacity(link.capacity)
+                self._check(link)
                 link.check(self._scheduler.config)
             except (KeyError, ValueError) as error:
                 self._refused.add(process)
@@ -149,6 +149,14 @@ class Roster:
             said = fields_of.get(link.name)
             if said is None or (said and process_of(link.name, said) != process):
                 del self._given_up[process]  # it left, or begins a new life
+
+    def _check(self, link: WorkerLink) -> None:
+        """Raise ValueError if a worker cut its memory otherwise than those that came before."""
+        size = link.capacity.block_size
+        for other in self._links.values():
+            if other.capacity.block_size != size:
+                theirs = other.capacity.block_size
+                raise ValueError(f"block_size ({size}) must be that of the others ({theirs})")
 
     async def _take(self, link: WorkerLink) -> None:
         """Fence the worker off from whatever it did before; it is used once it has answered."""
@@ -188,8 +196,8 @@ class Roster:
             "worker_added",
             worker=process,
             num_blocks=link.capacity.num_blocks,
-            requests_held=len(result.held),
-            tokens_adopted=num_tokens,
+            held=len(result.held),
+            adopted=num_tokens,
         )
         return True
 

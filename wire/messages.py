@@ -205,7 +205,8 @@ class SchedulerOutput:
     `num_decodes` is the size of the decode batch in 3, for the worker to check.
 
     A *fence* runs nothing: it opens an epoch (with `step_id` 0), or takes a worker back that was
-    given up. The worker answers with what it holds, and forgets all of it.
+    given up. The worker answers with what it holds, and forgets all of it. After another fence,
+    with nothing between, the answer is the same.
     """
 
     epoch: int

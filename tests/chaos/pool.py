@@ -72,13 +72,10 @@ class Process:
 
     async def keep(self) -> None:
         """Live, again and again, until cancelled."""
-        try:
-            while True:
-                if self.is_kept:
-                    await self._live()
-                await asyncio.sleep(RESTART_PAUSE_S)
-        finally:
-            self.kill()
+        while True:
+            if self.is_kept:
+                await self._live()
+            await asyncio.sleep(RESTART_PAUSE_S)
 
     async def _live(self) -> None:
         self._is_ours = self._is_frozen = False
@@ -101,6 +98,10 @@ class Process:
                 if line.endswith(b"\n"):  # else it was killed in the middle
                     self.on_line(json.loads(line))
             code = self.exit_code = await life.wait()
+        except asyncio.CancelledError:
+            self.kill()
+            await life.communicate()
+            raise
         finally:
             self._life = None
         if not self._is_ours:
@@ -238,17 +239,19 @@ class Pool:
 
     async def leader(self) -> Process | None:
         """The scheduler process that leads; None if nobody does or nobody knows."""
+        return await self._scheduler("leader")
+
+    async def standby(self) -> Process | None:
+        """A scheduler process that stands by; None if none does or nobody knows."""
+        return await self._scheduler("standby")
+
+    async def _scheduler(self, state: str) -> Process | None:
         try:
             fields = await self.bus.processes("scheduler")
         except BusError:
             return None
-        pids = {int(one["pid"]) for one in fields.values() if one.get("state") == "leader"}
+        pids = {int(one["pid"]) for one in fields.values() if one.get("state") == state}
         return next((one for one in self.schedulers if one.pid in pids), None)
-
-    async def standby(self) -> Process | None:
-        """A scheduler process that does not lead."""
-        leader = await self.leader()
-        return next((one for one in self.schedulers if one is not leader), None)
 
     async def ready(self, patience_s: float = START_S) -> None:
         """Wait until somebody leads and has every worker."""

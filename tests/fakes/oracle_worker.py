@@ -56,8 +56,10 @@ class OracleWorker:
         self.name, self.incarnation = name, new_incarnation()
         self.process = f"{self.name}.{self.incarnation}"
         self.num_steps = 0
-        self.may_run = asyncio.Event()
+        self.may_run = asyncio.Event()  # anything but a fence
         self.may_run.set()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self._may_beat = asyncio.Event()
         self._may_beat.set()
         self.fail_next: str | None = None
@@ -145,8 +147,10 @@ class OracleWorker:
         try:
             while True:
                 for entry in await retrying(reader.read):
-                    await self.may_run.wait()
                     step = decode_as(SchedulerOutput, entry.body)
+                    await self.may_answer.wait()
+                    if not step.is_fence:
+                        await self.may_run.wait()
                     await answers.put(loop.run_in_executor(self._thread, self._execute, step))
         finally:
             await reader.close()

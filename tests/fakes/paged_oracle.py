@@ -81,11 +81,13 @@ class PagedOracle:
         self.rows: dict[int, _Row] = {}
         self.decode_batch: list[int] = []
         self.epoch = epoch
+        self._held: list[HeldRequest] = []  # at the last fence, until a step writes
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
         if step.is_fence:
             return self._answer_fence(step)
+        self._held = []
         assert step.epoch == self.epoch, "an epoch begins with a fence"
         for req in [*step.finished_reqs, *step.preempted_reqs]:
             self._forget(req)
@@ -103,16 +105,20 @@ class PagedOracle:
         )
 
     def _answer_fence(self, fence: SchedulerOutput) -> ModelRunnerOutput:
-        held = [
-            HeldRequest(
-                req,
-                crc_of(token_ids(row.tokens[: row.num_prompt_tokens])),
-                row.num_computed,
-                token_ids(row.tokens[row.num_prompt_tokens :]),
-                token_ids(row.block_ids),
-            )
-            for req, row in self.rows.items()
-        ]
+        held = self._held = (
+            self._held
+            if not self.rows
+            else [
+                HeldRequest(
+                    req,
+                    crc_of(token_ids(row.tokens[: row.num_prompt_tokens])),
+                    row.num_computed,
+                    token_ids(row.tokens[row.num_prompt_tokens :]),
+                    token_ids(row.block_ids),
+                )
+                for req, row in self.rows.items()
+            ]
+        )
         self.rows.clear()
         self.decode_batch.clear()
         self.epoch = fence.epoch

@@ -81,6 +81,26 @@ async def test_a_pool_works_over_tls(tls_server: tuple[RedisServer, str]) -> Non
         assert stream.tokens == want(stream)
 
 
+# ---------------------------------------------------------------- a node of a cluster
+
+
+async def test_a_pool_lives_on_one_node_of_a_cluster(redis_kind: str) -> None:
+    """Every command and every script stays within the pool's slot."""
+    server = RedisServer(redis_kind, options={"port": str(free_port()), "cluster-enabled": "yes"})
+    try:
+        await command(server.url, "CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        while b"cluster_state:ok" not in await command(server.url, "CLUSTER", "INFO"):
+            await asyncio.sleep(0.05)
+        async with pool(load(redis_url=server.url)) as client:
+            streams = [await client.submit([n] * 20, 40, is_resumable=True) for n in range(3)]
+            for stream in streams:
+                await stream.finished()
+                assert stream.tokens == want(stream)
+            await client.abort(await client.submit([9] * 20, 400))
+    finally:
+        server.close()
+
+
 # ---------------------------------------------------------------- Sentinels
 
 

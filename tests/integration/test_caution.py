@@ -16,7 +16,13 @@ from tests.fakes.paged_oracle import generate
 from tests.fakes.stream_client import Stream, StreamClient
 from wire.bus import Bus
 from wire.config import Settings
-from wire.messages import AbortRequest, EngineCoreRequest, SamplingParams, token_ids
+from wire.messages import (
+    AbortRequest,
+    EngineCoreRequest,
+    SamplingParams,
+    SchedulerOutput,
+    token_ids,
+)
 
 pytestmark = pytest.mark.redis
 
@@ -30,19 +36,29 @@ class Death(BaseException):
 
 @pytest.fixture
 def core_that(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Let the core raise this when it is to take a poisonous request on."""
+    """Let the core raise this, on taking a poisonous request on or on making a step beside it."""
 
-    def install(error: type[BaseException]) -> list[int]:
+    def install(where: str, error: type[BaseException]) -> list[int]:
         raised: list[int] = []
-        add_request = Scheduler.add_request
+        add_request, schedule = Scheduler.add_request, Scheduler.schedule
+
+        def die(num: int) -> None:
+            raised.append(num)
+            raise error("poison")
 
         def add(self: Scheduler, num: int, request: EngineCoreRequest, arrival: float) -> None:
             if request.prompt_token_ids[0] == POISON:
-                raised.append(num)
-                raise error("poison")
+                die(num)
             add_request(self, num, request, arrival)
 
-        monkeypatch.setattr(Scheduler, "add_request", add)
+        def plan(self: Scheduler, worker: str, now: float) -> SchedulerOutput | None:
+            for num, request in self.requests.items():
+                if request.prompt_token_ids[0] == POISON:
+                    die(num)
+            return schedule(self, worker, now)
+
+        name, function = {"add": ("add_request", add), "plan": ("schedule", plan)}[where]
+        monkeypatch.setattr(Scheduler, name, function)
         return raised
 
     return install
@@ -86,12 +102,15 @@ async def reasons(bus: Bus) -> list[str]:
     return [one.fields["reason"].decode() for one in await bus.newest(bus.keys.dead(), 10)]
 
 
-@pytest.mark.parametrize(("error", "num_deaths"), [(ValueError, 1), (Death, 5)])
+@pytest.mark.parametrize(
+    ("where", "error", "num_deaths"),
+    [("add", ValueError, 1), ("add", Death, 5), ("plan", Death, 5)],
+)
 async def test_a_request_that_the_scheduler_dies_on_is_set_aside(
-    error: type[BaseException], num_deaths: int, core_that: Any, settings: Settings, bus: Bus
+    where: str, error: type[BaseException], num_deaths: int, core_that: Any, settings: Settings
 ) -> None:
     """Caught, one failure is enough. Else: on arrival, at two starts, at two careful ones."""
-    raised = core_that(error)
+    raised = core_that(where, error)
     async with (
         supervised(settings),
         OracleWorker(settings, step_s=0.005).running(),
@@ -99,6 +118,7 @@ async def test_a_request_that_the_scheduler_dies_on_is_set_aside(
         asyncio.timeout(PATIENCE_S),
     ):
         neighbours = [await client.submit([n] * 20, 300) for n in range(3)]
+        bus = client.bus
         await until_survived(bus)
         poison = await client.submit([POISON, 1])
         late = await client.submit([5] * 20, 20)

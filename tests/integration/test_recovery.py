@@ -250,6 +250,7 @@ async def test_a_worker_may_be_lost_while_another_gets_its_step(
 ) -> None:
     leader = Leader(bus, settings, "me", 1, 0)
     core = leader._scheduler
+    await leader._roster.look()
     for process in ("a.1", "b.1"):
         core.add_worker(process, WorkerCapacity(num_blocks=8, block_size=16, max_model_len=64))
         core.add_request(REQ + len(core.requests), request(process), 0.0)

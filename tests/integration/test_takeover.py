@@ -105,7 +105,7 @@ async def test_nothing_is_computed_before_the_first_workers_have_answered(
         streams = [await client.submit([n] * 50, 500, seed=n) for n in range(4)]
         for stream in streams:
             await stream.has_tokens(20)
-        slow.may_run.clear()
+        slow.may_answer.clear()
         await scheduler.change()
         fence = bus.keys.results(quick.process)
 
@@ -118,7 +118,7 @@ async def test_nothing_is_computed_before_the_first_workers_have_answered(
         num_steps = quick.num_steps
         await asyncio.sleep(0.3)
         assert quick.num_steps == num_steps
-        slow.may_run.set()
+        slow.may_answer.set()
         for stream in streams:
             await stream.finished()
             assert stream.tokens == want(stream)
@@ -135,7 +135,7 @@ async def test_a_worker_that_does_not_answer_holds_nobody_up_for_long(
         StreamClient(settings).running() as client,
         asyncio.timeout(PATIENCE_S),
     ):
-        hung.may_run.clear()  # its heart goes on
+        hung.may_answer.clear()  # its heart goes on
         await scheduler.change()
         stream = await client.submit([1, 2, 3], 20)
         await stream.finished()

@@ -190,7 +190,8 @@ async def test_a_new_leader_finds_an_empty_worker(
         await scheduler.send(driver_with(PROMPT).step(start={1: 6}))
         await scheduler.send(SchedulerOutput(5, 0, is_fence=True))
         _, fence = await scheduler.receive(2)
-        assert fence == ModelRunnerOutput(5, 0)
+        assert fence == ModelRunnerOutput(5, 0, held=fence.held)
+        assert [held.req for held in fence.held] == [1]  # for the leader to take over
         await scheduler.send(driver_with(PROMPT, epoch=5).step(start={1: 6}))
         assert (await scheduler.receive())[0].failed is None
 

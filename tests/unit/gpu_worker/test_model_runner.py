@@ -211,7 +211,11 @@ def test_a_fence_is_answered_with_what_is_held(make_runner: MakeRunner) -> None:
     assert held.num_computed_tokens == len(new.prompt_token_ids) + 2
     sampled = [first.sampled_token_ids[0], second.sampled_token_ids[0]]
     assert held.output_token_ids[:2].tolist() == sampled
-    assert execute(runner, SchedulerOutput(3, 0, is_fence=True)).held == []
+    again = execute(runner, SchedulerOutput(3, 0, is_fence=True)).held
+    assert again == [held], "nothing has written since"
+    execute(runner, SchedulerOutput(3, 1, new_reqs=[new_request(3)]))
+    execute(runner, SchedulerOutput(3, 2, finished_reqs=[3], num_decodes=0))
+    assert execute(runner, SchedulerOutput(4, 0, is_fence=True)).held == []
 
 
 # ---------------------------------------------------------------- steps that do not fit
