@@ -139,7 +139,7 @@ def test_a_password_file_that_is_missing_is_code_2(tmp_path):
 @pytest.mark.parametrize("body", [CONNECTS, CONNECTS_IN_A_GROUP], ids=["alone", "in a group"])
 def test_without_redis_it_is_a_sentence_and_code_1(body: str, tmp_path):
     url = f"unix://:secret@{tmp_path}/none.sock"
-    with tiny(body, "--set", f"REDIS_URL={url}") as process:
+    with tiny(body, PAGESTREAM_REDIS_URL=url) as process:
         code, said = end(process)
     assert code == 1
     assert said.startswith("tiny: REDIS_URL=unix://***@")
