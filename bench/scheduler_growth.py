@@ -32,6 +32,10 @@ def print_growth(repeats: int) -> None:
             schedule_us, update_us = min(_fleet(workers, each, arrivals) for _ in range(repeats))
             name = f"{workers} workers, {each} running and {arrivals:g} arrivals a step each"
             print(f"{name:64} {schedule_us:10.1f} {update_us:10.1f}", flush=True)
+    for workers in (1, 8, 32, 64):
+        schedule_us, update_us = min(_fleet(workers, 0, 0.0, backlog=8192) for _ in range(repeats))
+        name = f"{workers} workers take requests from 8,192 that wait"
+        print(f"{name:64} {schedule_us:10.1f} {update_us:10.1f}", flush=True)
 
 
 def _print(name: str, trace: Trace, repeats: int) -> None:
@@ -64,11 +68,11 @@ def with_waiting(lacking: str, waiting: int, tenants: int) -> Trace:
     return replace(base, arrivals=running + behind, max_num_seqs=300, num_blocks=taken + 300)
 
 
-def _fleet(num_workers: int, each: int, arrivals: float) -> tuple[float, float]:
+def _fleet(num_workers: int, each: int, arrivals: float, backlog: int = 0) -> tuple[float, float]:
     """Mean over steps of all workers, in microseconds, while requests come and go.
 
     `arrivals` of 256 tokens come for each worker and step, and end after 8 more; `each` run on
-    every worker besides, and never end.
+    every worker besides, and never end. `backlog` more of them wait from the beginning.
     """
     draw = random.Random(num_workers)
     scheduler = Scheduler(SchedulerConfig(max_num_seqs=512, max_num_batched_tokens=16_384), 1)
@@ -85,9 +89,11 @@ def _fleet(num_workers: int, each: int, arrivals: float) -> tuple[float, float]:
 
     for _ in range(num_workers * each):
         add(4096)
+    for _ in range(backlog):
+        add(8)
     seconds, num_steps = [0.0, 0.0], 0
     flight: dict[str, deque[ModelRunnerOutput]] = {worker: deque() for worker in workers}
-    rounds, warm_up = max(32, 512 // num_workers), 32
+    rounds, warm_up = (8, 1) if backlog else (max(32, 512 // num_workers), 32)
     gc.collect()
     for turn in range(warm_up + rounds):
         if turn >= warm_up // 2:

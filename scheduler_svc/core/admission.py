@@ -7,6 +7,7 @@ it best; one that fits nowhere now gets a worker where it waits for room, and no
 from __future__ import annotations
 
 from scheduler_svc.core.displacement import victims_for
+from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.outputs import Started
 from scheduler_svc.core.placement import (
     Fleet,
@@ -39,6 +40,7 @@ class Admission:
         self._lane = plan.lane
         self._promised = {request.num for request in promised}
         self._bound = {lane.bound: lane for lane in plan.state.lanes.values() if lane.bound}
+        self._coming: dict[str, set[bytes]] = {}  # by worker, as far as asked
         self._num_looks = 0
 
     def run(self) -> None:
@@ -137,13 +139,21 @@ class Admission:
 
     def _waits_for_prefix(self, request: Request, place: Place) -> bool:
         """Whether the next block it needs is one that a running prompt is about to compute."""
-        kv, prefilling = place.lane.kv, place.lane.prefilling
-        if not len(prefilling):
-            return False
-        missing = kv.first_miss(request, len(place.hits))
-        return missing is not None and any(
-            kv.first_miss(other, other.num_published_blocks) == missing for other in prefilling
-        )
+        coming = self._coming_blocks(place.lane)
+        return bool(coming) and place.lane.kv.first_miss(request, len(place.hits)) in coming
+
+    def _coming_blocks(self, lane: Lane) -> set[bytes]:
+        """Names of the blocks that prompts on a worker compute next, after this step."""
+        if lane.worker not in self._coming:
+            self._coming[lane.worker] = set()
+            for request in lane.prefilling:
+                self._note_coming(request, lane)
+        return self._coming[lane.worker]
+
+    def _note_coming(self, request: Request, lane: Lane) -> None:
+        name = lane.kv.first_miss(request, request.num_published_blocks)
+        if name is not None:
+            self._coming_blocks(lane).add(name)
 
     # ------------------------------------------------------------ in
 
@@ -168,6 +178,7 @@ class Admission:
         )
         self._note_start(request, hit_tokens)
         plan.join(request, n)
+        self._note_coming(request, lane)
         self._fleet.give(place)
         self._fleet.look_again(lane)
         return True
