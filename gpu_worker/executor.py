@@ -133,6 +133,7 @@ class Executor:
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             vocab_size=model.vocab_size,
+            num_cpu_blocks=settings.num_cpu_blocks,
         )
         block_bytes = kv_cache.bytes_per_block(model.kv_shapes, settings.block_size, model.dtype)
         if model.device.type == "cuda":
@@ -144,7 +145,11 @@ class Executor:
         else:
             budget = kv_cache.cpu_budget(settings, self._free_at_start)
             free = kv_cache.free_memory()
-        return kv_cache.fit(settings, wanted, block_bytes, budget, free)
+        capacity = kv_cache.fit(settings, wanted, block_bytes, budget, free)
+        on_host = capacity.num_blocks * block_bytes if model.device.type == "cpu" else 0
+        host_free = kv_cache.free_memory() - on_host
+        kv_cache.check_cpu_pool(capacity.num_cpu_blocks, block_bytes, host_free)
+        return capacity
 
     @torch.inference_mode()
     def _execute(self, step: SchedulerOutput) -> ModelRunnerOutput | None:

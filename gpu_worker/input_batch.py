@@ -43,6 +43,7 @@ class Capacity:
     max_num_seqs: int
     max_num_batched_tokens: int
     vocab_size: int  # width of the logits
+    num_cpu_blocks: int = 0  # of the pool for swapping
 
     @property
     def max_blocks_per_request(self) -> int:
@@ -182,12 +183,10 @@ class RequestStates:
         ]
 
     def apply(self, step: SchedulerOutput) -> Work:
-        """Change the rows as a step says; what it runs.
+        """Change the rows as a step says; what it runs. Its copies are somebody else's.
 
         Raises ProtocolError if it does not fit; the rows are then in no state to go on with.
         """
-        if step.copies:
-            raise ProtocolError("blocks are to be copied to or from a CPU pool: there is none here")
         for req in (*step.finished_reqs, *step.preempted_reqs):
             self._forget(req)
         num_decodes = self._num_decodes

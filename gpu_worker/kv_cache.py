@@ -87,5 +87,15 @@ def fit(settings: Settings, wanted: Capacity, block_bytes: int, budget: int, fre
     return capacity
 
 
+def check_cpu_pool(num_cpu_blocks: int, block_bytes: int, free: int) -> None:
+    """Raise StartupError if the CPU pool is larger than the main memory that is left for it."""
+    needed = num_cpu_blocks * block_bytes
+    if needed > free:
+        raise StartupError(
+            f"NUM_CPU_BLOCKS={num_cpu_blocks}: blocks of {block_bytes} bytes need {_gib(needed)}; "
+            f"{_gib(free)} is free"
+        )
+
+
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / _GIB:.2f} GiB"

@@ -18,6 +18,7 @@ from gpu_worker.input_batch import Capacity, InputBatch, RequestStates, Work, ha
 from gpu_worker.logprobs import MeasuredLogits, prompt_logprobs
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.sampler import SamplerOutput, make_metadata, sample
+from gpu_worker.swap import SwapPool
 from wire.messages import (
     HeldRequest,
     ModelRunnerOutput,
@@ -50,6 +51,7 @@ class ModelRunner:
         self._backend = backend
         self._grammars = grammars
         backend.alloc_kv(model.kv_shapes, capacity.num_blocks)
+        self._swap = SwapPool(backend, len(model.kv_shapes), capacity.num_cpu_blocks)
         self._states = RequestStates(capacity, model.device, grammars)
         self._held: list[HeldRequest] = []  # at the last fence, until a step writes
 
@@ -75,6 +77,7 @@ class ModelRunner:
         if step.is_fence:
             return ModelRunnerOutput(step.epoch, step.step_id, held=self._held)
         self._held = []
+        copy_us = self._swap.copy(step.copies)
         work = self._states.apply(step)
         sampled, logprobs = self._run(work)
         sampled_ids = sampled.token_ids.tolist()
@@ -87,6 +90,7 @@ class ModelRunner:
             errors=self._states.errors(work.rows[work.samples]),
             device_us=round((time.perf_counter() - started) * 1e6),
             logprobs=logprobs,
+            copy_us=copy_us,
         )
 
     def warm_up(self) -> None:

@@ -30,6 +30,8 @@ NUM_CANDIDATES = 512  # most likely tokens that are put in order at first
 
 _ELEMENTS_AT_ONCE = 2**19  # of the logits; what is computed from them stays near the processor
 
+_CHUNK = 128  # tokens of which only the largest logit is looked at first
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUND_1, _ROUND_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _MURMUR = ((16, 0x85EBCA6B - 2**32), (13, 0xC2B2AE35 - 2**32))  # shift, then multiply
@@ -85,7 +87,7 @@ def make_metadata(
 
 def sample(logits: Tensor, metadata: SamplingMetadata | None) -> SamplerOutput:
     """Sample one token for each of the rows (N, V)."""
-    largest, token_ids = logits.max(dim=-1)  # the lowest token of equals
+    largest, token_ids = _largest(logits)
     is_finite = largest.isfinite()
     if metadata is not None:
         rows_at_once = max(_ELEMENTS_AT_ONCE // logits.shape[1], 1)
@@ -95,6 +97,21 @@ def sample(logits: Tensor, metadata: SamplingMetadata | None) -> SamplerOutput:
             scores /= part.temperature.unsqueeze(1)  # (M, V)
             token_ids[part.rows] = _draw(scores, part)
     return SamplerOutput(torch.where(is_finite, token_ids, 0), is_finite)
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row (N, V), and its token; the lowest token of equals.
+
+    On the CPU torch finds a maximum much faster than its place, so the place is looked for among
+    few numbers.
+    """
+    num_rows, num_tokens = logits.shape
+    if logits.device.type != "cpu" or num_tokens % _CHUNK:
+        return logits.max(dim=-1)  # type: ignore[return-value]  # a named tuple
+    chunks = logits.view(num_rows, -1, _CHUNK)
+    largest, chunk = chunks.amax(-1).max(-1)
+    token = chunks[torch.arange(num_rows), chunk].max(-1).indices
+    return largest, chunk * _CHUNK + token
 
 
 def row_keys(seeds: NDArray[np.uint64], output_index: IntArray) -> NDArray[np.int32]:

@@ -120,6 +120,7 @@ class Worker:
             "dtype": info.dtype,
             "device": info.device,
             "num_blocks": info.capacity.num_blocks,
+            "num_cpu_blocks": info.capacity.num_cpu_blocks,
             "block_size": info.capacity.block_size,
             "max_model_len": info.capacity.max_model_len,
             "vocab_size": info.capacity.vocab_size,

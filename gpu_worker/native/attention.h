@@ -47,13 +47,15 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
     constexpr int W = DV / VL;
     alignas(64) float q[DK][N];
     vec acc[N][W];
-    float top[N], total[N];  // running maximum, and sum of powers of two, of each row
+    float top[N];   // running maximum of each row
+    vec total[N];   // and sum of powers of two, over all lanes
     int64_t begin = rows[0].first, end = rows[0].last, full_begin = begin, full_end = end;
     // With a soft cap the scores are capped before they become exponents of two.
     const float factor = layer.softcap > 0 ? layer.scale / layer.softcap : layer.scale * LOG2E;
     for (int r = 0; r < N; r++) {
         top[r] = rows[r].sink == NONE ? NONE : rows[r].sink * LOG2E;
-        total[r] = rows[r].sink == NONE ? 0.f : 1.f;
+        total[r] = vec{};
+        if (rows[r].sink != NONE) total[r][0] = 1.f;
         for (int d = 0; d < DK; d++) q[d][r] = to_float(rows[r].query[d]) * factor;
         for (int w = 0; w < W; w++) acc[r][w] = vec{};
         begin = std::min(begin, rows[r].first);
@@ -90,7 +92,7 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
             }
 
         const bool is_edge = t0 < full_begin || t0 + GROUP > full_end;
-        alignas(64) float p[GROUP][N];
+        alignas(64) float p[N][GROUP];
         for (int r = 0; r < N; r++) {
             float peak = top[r];
             for (int l = 0; l < LANES; l++) {
@@ -104,10 +106,9 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
                 peak = std::max(peak, max_of(s[r][l]));
             }
             if (peak == NONE) {  // this row sees nothing yet, or nothing that is a number
-                for (int t = 0; t < GROUP; t++) p[t][r] = 0.f;
+                for (int t = 0; t < GROUP; t++) p[r][t] = 0.f;
                 for (int l = 0; l < LANES; l++)
-                    for (int i = 0; i < VL; i++)
-                        if (s[r][l][i] != s[r][l][i]) total[r] = s[r][l][i];
+                    total[r] = pick(s[r][l] != s[r][l], s[r][l], total[r]);
                 continue;
             }
             if (peak > top[r]) {
@@ -120,8 +121,8 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
                 vec e = exp2v(s[r][l] - peak);
                 if (is_edge) e = pick(s[r][l] == all(NONE), vec{}, e);
                 e = pick(s[r][l] != s[r][l], s[r][l], e);  // what is no number stays none
-                total[r] += sum_of(e);
-                for (int i = 0; i < VL; i++) p[l * VL + i][r] = e[i];
+                total[r] += e;
+                store(p[r] + l * VL, e);
             }
         }
 
@@ -133,15 +134,14 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
             for (int r = 0; r < N; r++) a[r] = acc[r][w];
             for (int t = from; t < to; t++) {
                 const vec vt = load(v + t * DV + w * VL);
-                for (int r = 0; r < N; r++) a[r] += vt * p[t][r];
+                for (int r = 0; r < N; r++) a[r] += vt * p[r][t];
             }
             for (int r = 0; r < N; r++) acc[r][w] = a[r];
         }
     }
     for (int r = 0; r < N; r++) {
-        const float share = total[r] == 0 ? 0.f : 1.f / total[r];
-        for (int w = 0; w < W; w++)
-            for (int i = 0; i < VL; i++) put(rows[r].out + w * VL + i, acc[r][w][i] * share);
+        const float sum = sum_of(total[r]), share = sum == 0 ? 0.f : 1.f / sum;
+        for (int w = 0; w < W; w++) store(rows[r].out + w * VL, acc[r][w] * share);
     }
 }
 

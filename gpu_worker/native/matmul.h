@@ -28,7 +28,7 @@ constexpr int COLS = 32;        // outputs of a panel
 constexpr int NV = COLS / VL;   // vectors that hold one number for each of them
 constexpr int BLOCK_ROWS = 32;  // rows that go through a panel together
 constexpr int ZERO = 128;       // what an activation of zero is as uint8
-constexpr int AHEAD = 4096;     // bytes of weights that are asked for before they are needed
+constexpr int AHEAD = 16384;    // bytes of weights that are asked for before they are needed
 
 struct Linear {  // as decoder.py fills it
     const void *weights;  // panels
@@ -159,7 +159,7 @@ void tile_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int
     _tile_zero(3);
     for (int64_t i = 0; i < k; i += STEP) {
         const char *at = (const char *)(w + i * COLS);
-        for (int o = 0; o < 2048; o += 64) __builtin_prefetch(at + AHEAD + o);
+        for (int o = 0; o < 2048; o += 64) __builtin_prefetch(at + AHEAD + o, 0, 2);
         _tile_loadd(6, at, 128);
         _tile_loadd(7, at + 64, 128);
         _tile_loadd(4, a + i, a_bytes);

@@ -76,15 +76,21 @@ inline vec sigmoidv(vec y) {  // likewise
     vec e = exp2v(pick(y < all(0.f), y, -y) * LOG2E);
     return pick(y < all(0.f), e / (1.f + e), 1.f / (1.f + e));
 }
-inline float max_of(vec v) {
-    float m = v[0];
-    for (int i = 1; i < VL; i++) m = std::max(m, v[i]);
-    return m;
+inline ivec turned(int by) {  // lanes, `by` places further
+    ivec lanes;
+    for (int i = 0; i < VL; i++) lanes[i] = (i + by) % VL;
+    return lanes;
+}
+inline float max_of(vec v) {  // of those that are numbers
+    for (int half = VL / 2; half > 0; half /= 2) {
+        const vec other = __builtin_shuffle(v, turned(half));
+        v = pick((other > v) | (v != v), other, v);
+    }
+    return v[0];
 }
 inline float sum_of(vec v) {
-    float s = 0;
-    for (int i = 0; i < VL; i++) s += v[i];
-    return s;
+    for (int half = VL / 2; half > 0; half /= 2) v += __builtin_shuffle(v, turned(half));
+    return v[0];
 }
 
 }  // namespace

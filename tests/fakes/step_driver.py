@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from wire.messages import (
+    BlockCopies,
     CachedRequestData,
     ModelRunnerOutput,
     NewRequestData,
@@ -38,7 +39,9 @@ class Driven:
 class StepDriver:
     """Makes steps for one worker and takes their results."""
 
-    def __init__(self, num_blocks: int, block_size: int, epoch: int = 1) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, epoch: int = 1, num_cpu_blocks: int = 0
+    ) -> None:
         self.block_size = block_size
         self.epoch = epoch
         self.step_id = 0
@@ -46,6 +49,9 @@ class StepDriver:
         self.decode_batch: list[int] = []
         self._here: set[int] = set()  # requests that the worker holds
         self._free = list(range(num_blocks))
+        self._free_cpu = list(range(num_cpu_blocks))
+        self._swapped: dict[int, tuple[int, list[int]]] = {}  # tokens computed, blocks of copies
+        self._copies: list[BlockCopies] = []  # of the step that is being made
         self._sampling: dict[tuple[int, int], list[int]] = {}  # of steps not answered yet
 
     @property
@@ -70,10 +76,17 @@ class StepDriver:
         chunks: dict[int, int] | None = None,
         finish: tuple[int, ...] = (),
         preempt: tuple[int, ...] = (),
+        swap_out: tuple[int, ...] = (),
     ) -> SchedulerOutput:
-        """Start requests and go on with those that catch up, by so many tokens each."""
+        """Start requests and go on with those that catch up, by so many tokens each.
+
+        What is swapped out is preempted, and copied back when it is started again.
+        """
         self.step_id += 1
-        for req in (*finish, *preempt):
+        self._copies = []
+        for req in swap_out:
+            self._swap_out(req)
+        for req in (*finish, *preempt, *swap_out):
             self._forget(req)
         decodes = list(self.decode_batch)
         cached = CachedRequestData()
@@ -95,7 +108,8 @@ class StepDriver:
             cached_reqs=cached,
             num_decodes=len(decodes),
             finished_reqs=list(finish),
-            preempted_reqs=list(preempt),
+            preempted_reqs=[*preempt, *swap_out],
+            copies=self._copies,
         )
 
     def take(self, result: ModelRunnerOutput) -> list[int]:
@@ -139,16 +153,27 @@ class StepDriver:
         request = self.requests[req]
         self._here.add(req)
         assert request.num_pending == 0, "a result in flight comes first"
-        blocks = self._grow(request, count)
+        num_computed, cpu_blocks = self._swapped.pop(req, (0, []))
+        blocks = self._grow(request, num_computed + count)
+        if cpu_blocks:
+            self._copies.append(BlockCopies("in", blocks[: len(cpu_blocks)], cpu_blocks))
+            self._free_cpu += cpu_blocks
         return NewRequestData(
             req=req,
             prompt_token_ids=token_ids(request.prompt),
             output_token_ids=token_ids(request.output),
             block_ids=blocks,
-            num_computed_tokens=0,
+            num_computed_tokens=num_computed,
             num_scheduled_tokens=count,
             sampling=request.sampling,
         )
+
+    def _swap_out(self, req: int) -> None:
+        request = self.requests[req]
+        num_blocks = -(-request.num_computed // self.block_size)
+        cpu_blocks = [self._free_cpu.pop() for _ in range(num_blocks)]
+        self._copies.append(BlockCopies("out", request.blocks[:num_blocks], cpu_blocks))
+        self._swapped[req] = (min(request.num_computed, request.num_known - 1), cpu_blocks)
 
     def _forget(self, req: int) -> None:
         request = self.requests[req]

@@ -30,7 +30,7 @@ from wire.service import StartupError
 
 pytestmark = pytest.mark.redis
 
-PATIENCE_S = 30
+PATIENCE_S = 120  # a first start compiles kernels
 NAME = "w"
 
 
@@ -169,6 +169,7 @@ async def test_a_ready_worker_says_what_it_can_hold(
         "dtype": "float32",
         "device": "cpu",
         "num_blocks": "64",
+        "num_cpu_blocks": "0",
         "block_size": "16",
         "max_model_len": "512",
         "vocab_size": str(tiny_models.VOCAB),
@@ -199,6 +200,32 @@ async def test_a_new_leader_finds_an_empty_worker(
             return (await bus.processes("worker"))[NAME]["epoch"] == "5"
 
         await until(epoch_is_seen)
+
+
+async def test_a_request_that_is_swapped_goes_on_as_if_undisturbed(
+    settings: Settings, scheduler: Scheduler, folder: Path
+) -> None:
+    """All steps are sent at once: only their order keeps the copies right."""
+    other = [t + 1 for t in PROMPT] * 6
+    async with running(settings.model_copy(update={"num_gpu_blocks": 4, "num_cpu_blocks": 4})):
+        fields = await scheduler.meet()
+        assert fields["num_cpu_blocks"] == "4"
+        driver = StepDriver(4, 16, num_cpu_blocks=4)
+        driver.add(1, PROMPT)
+        driver.add(2, other)
+        steps = [driver.step(start={1: len(PROMPT)}), *(driver.step() for _ in range(12))]
+        steps.append(driver.step(swap_out=(1,), start={2: len(other)}))
+        await scheduler.send(*steps)
+        for result in await scheduler.receive(len(steps)):
+            driver.take(result)
+        steps = [driver.step(finish=(2,), start={1: 1}), *(driver.step() for _ in range(5))]
+        await scheduler.send(*steps)
+        results = await scheduler.receive(len(steps))
+        for result in results:
+            driver.take(result)
+        assert results[0].copy_us > 0
+    found = driver.requests[1].output
+    assert found == tiny_models.greedy(tiny_models.reference(folder), PROMPT, len(found))
 
 
 # ---------------------------------------------------------------- failures

@@ -54,6 +54,12 @@ def test_too_little_memory_is_refused_with_the_numbers(
         fit(budget, free, **settings)
 
 
+def test_a_cpu_pool_larger_than_main_memory_is_refused() -> None:
+    kv_cache.check_cpu_pool(5, 1000, free=5000)
+    with pytest.raises(StartupError, match="NUM_CPU_BLOCKS=6: blocks of 1000 bytes"):
+        kv_cache.check_cpu_pool(6, 1000, free=5999)
+
+
 def test_the_longest_request_is_shortened_to_what_fits() -> None:
     assert fit(budget=3000, max_model_len=64).max_model_len == 48
     assert fit(budget=4000, max_model_len=64).max_model_len == 64
