@@ -20,6 +20,7 @@ from gateway.logprobs import (
     echo_logprobs,
     prompt_logprobs,
 )
+from gateway.message_writer import MessageWriter
 from gateway.rendering import Rendering
 from gateway.sequences import SequenceOutput
 from gateway.vocabulary import Vocabulary
@@ -91,9 +92,9 @@ class Answer(ABC):
         of.add(output, keep=False)
         choice = {
             "index": output.index,
-            **self._delta(output.text),
+            **self._delta(of, output),
             "logprobs": self._shown(of, output.logprobs),
-            "finish_reason": output.finish_reason,
+            "finish_reason": self._finish_reason(of),
             "stop_reason": output.stop_reason,
         }
         if self._rendering.prompt_token_ids is not None:
@@ -128,8 +129,8 @@ class Answer(ABC):
         """The chunk of a choice before its first output."""
 
     @abstractmethod
-    def _delta(self, text: str) -> dict[str, Any]:
-        """New text of a choice, as a chunk has it."""
+    def _delta(self, choice: Choice, output: SequenceOutput) -> dict[str, Any]:
+        """What is new of a choice, as a chunk has it."""
 
     @abstractmethod
     def _logprobs(self, choice: Choice, records: Sequence[LogprobRecord]) -> dict[str, Any]:
@@ -155,6 +156,10 @@ class Answer(ABC):
             chunk["usage"] = self.usage() if self._rendering.has_running_usage else None
         return chunk
 
+    def _finish_reason(self, choice: Choice) -> str | None:
+        """How a choice ended, in the endpoint's words."""
+        return choice.finish_reason
+
     def _shown(self, choice: Choice, records: Sequence[LogprobRecord]) -> dict[str, Any] | None:
         return None if self._rendering.num_logprobs is None else self._logprobs(choice, records)
 
@@ -174,7 +179,7 @@ class Answer(ABC):
     def _end(self, choice: Choice) -> dict[str, Any]:
         end: dict[str, Any] = {
             "logprobs": self._shown(choice, choice.logprobs),
-            "finish_reason": choice.finish_reason,
+            "finish_reason": self._finish_reason(choice),
             "stop_reason": choice.stop_reason,
         }
         if self._rendering.prompt_token_ids is not None:
@@ -209,8 +214,8 @@ class CompletionAnswer(Answer):
             **self._prompt_token_ids(index),
         }
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def _delta(self, choice: Choice, output: SequenceOutput) -> dict[str, Any]:
+        return {"text": output.text}
 
     def _logprobs(self, choice: Choice, records: Sequence[LogprobRecord]) -> dict[str, Any]:
         first_ids, num_top = self._rendering.first_token_ids, self._rendering.num_logprobs
@@ -239,6 +244,13 @@ class ChatAnswer(Answer):
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
+    def __init__(self, req_id: str, rendering: Rendering, vocabulary: Vocabulary) -> None:
+        super().__init__(req_id, rendering, vocabulary)
+        self._messages = [
+            MessageWriter(rendering.speech, self.answer_id, choice.index)
+            for choice in self._choices
+        ]
+
     def body(self) -> dict[str, Any]:
         """All choices, with the usage."""
         prompt = {**self._prompt_logprobs(self._choices[0]), **self._prompt_token_ids()}
@@ -257,15 +269,22 @@ class ChatAnswer(Answer):
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}}
+    def _delta(self, choice: Choice, output: SequenceOutput) -> dict[str, Any]:
+        return {"delta": self._message(choice).delta(output)}
 
     def _logprobs(self, choice: Choice, records: Sequence[LogprobRecord]) -> dict[str, Any]:
         return chat_logprobs(records, self._names)
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice.texts), "refusal": None}
+        message = self._message(choice).whole("".join(choice.texts))
         return {"index": choice.index, "message": message, **self._end(choice)}
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        is_call = choice.finish_reason == "stop" and self._message(choice).num_calls
+        return "tool_calls" if is_call else choice.finish_reason
+
+    def _message(self, choice: Choice) -> MessageWriter:
+        return self._messages[choice.index]
 
 
 def answer_for(req_id: str, rendering: Rendering, vocabulary: Vocabulary) -> Answer:

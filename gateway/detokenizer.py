@@ -37,6 +37,7 @@ class TextOptions:
     skip_special_tokens: bool = True
     terminal_ids: Set[int] = frozenset()  # end the generation, and are no part of its text
     continues: bool = False  # the text goes on from a text before it, so a first space is real
+    shown_ids: Set[int] = frozenset()  # special, and part of the text all the same
     min_tokens: int = 0  # the text of so many tokens is no part of a stop string
 
 
@@ -55,7 +56,9 @@ class Detokenizer:
     def __init__(self, vocabulary: Vocabulary, options: TextOptions | None = None) -> None:
         options = options or TextOptions()
         self._vocabulary = vocabulary
-        self._special_ids = vocabulary.special_ids if options.skip_special_tokens else frozenset()
+        self._special_ids: Set[int] = frozenset()
+        if options.skip_special_tokens:
+            self._special_ids = vocabulary.special_ids - options.shown_ids
         self._terminal_ids = frozenset() if options.include_stop else options.terminal_ids
         self._strip_space = vocabulary.strips_first_space and not options.continues
         errors = _EACH_BYTE if vocabulary.replaces_each_byte else "replace"

@@ -11,6 +11,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,26 @@ MAX_JOBS = 64  # grammars that are checked or wait for it
 NUM_KNOWN = 256  # good grammars that are remembered
 
 
-def grammar_of(body: GenerationBody) -> str | None:
+@dataclass(frozen=True, slots=True)
+class AskedGrammar:
+    """What an output is held to, and the field that asks for it."""
+
+    text: str
+    param: str
+
+
+def grammar_of(body: GenerationBody) -> AskedGrammar | None:
     """The grammar that a request asks for; None if any text will do. Raises ApiError."""
     shape, response = body.structured_outputs, body.response_format
     if shape is not None:
-        return _of_structured_outputs(shape)
+        return AskedGrammar(_of_structured_outputs(shape), "structured_outputs")
     if response is None or response.type == "text":
         return None
     if response.json_schema is None or response.type == "json_object":
-        return grammars.of_json_schema({"type": "object"})
-    return _of_schema(response.json_schema.given, "response_format.json_schema.schema")
+        text = grammars.of_json_schema({"type": "object"})
+    else:
+        text = _of_schema(response.json_schema.given, "response_format.json_schema.schema")
+    return AskedGrammar(text, "response_format")
 
 
 def _of_structured_outputs(shape: StructuredOutputs) -> str:
@@ -98,8 +109,11 @@ class GrammarChecker:
         self._num_jobs = 0
         self._known: OrderedDict[str, None] = OrderedDict()
 
-    async def check(self, grammar: str, param: str) -> None:
+    async def check(self, asked: AskedGrammar) -> None:
         """Raises ApiError if this is no grammar of something, or one that costs too much."""
+        grammar = asked.text
+        if len(grammar) > 2 * MAX_GRAMMAR_LENGTH:
+            raise invalid(f"{asked.param}: {len(grammar)} characters are too many", asked.param)
         if grammar in self._known:
             self._known.move_to_end(grammar)
             return
@@ -109,7 +123,7 @@ class GrammarChecker:
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
         except GrammarError as error:
-            raise _bad(error, param) from None
+            raise _bad(error, asked.param) from None
         finally:
             self._num_jobs -= 1
         self._known[grammar] = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Literal, TypeGuard, TypeVar
@@ -17,7 +17,8 @@ from aiohttp import web
 
 from gateway import resume
 from gateway.answers import answer_for
-from gateway.app_keys import ENGINE, KEEP_ALIVE_S, READINESS, SEEDS, SETTINGS
+from gateway.app_keys import ENGINE, KEEP_ALIVE_S, READINESS, SETTINGS
+from gateway.chat_plan import plan_chat, with_reasoning
 from gateway.detokenizer import Detokenizer, TextOptions
 from gateway.engine_client import GenerationRequest
 from gateway.errors import invalid, model_not_found, unavailable
@@ -28,17 +29,14 @@ from gateway.positions import Numbering
 from gateway.readiness import ServedModel
 from gateway.rendering import Rendering, reading_of
 from gateway.responses import stream, whole
-from gateway.sampling import check_prompt, check_request, sampling_params, sibling, truncated
+from gateway.sampling import check_request, truncated
 from gateway.sequences import SequenceOutput
-from gateway.tenants import cache_salt_of, tenant_of, terms_of
+from gateway.submission import Prompts, generation_requests
 from wire.answer_record import AnswerRecord
 from wire.bus import ClaimedError
-from wire.messages import SYSTEM_PRIORITY, SamplingParams
+from wire.messages import SamplingParams
 
 B = TypeVar("B", bound=GenerationBody)
-
-_PRIORITY_HEADERS = ("X-Priority", "X-Vllm-Priority")
-_DEADLINE_HEADER = "X-Deadline-Ms"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     )
     prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in body.prompt]
     prompts = [truncated(prompt, body, facts) for prompt in prompts]
-    requests = await _generation_requests(request, body, model, prompts, "prompt")
+    grammar = grammar_of(body)
+    requests = await generation_requests(request, body, model, Prompts(prompts, "prompt", grammar))
     echoes = None
     if body.echo:
         echoes = [
@@ -93,17 +92,28 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     visit = await resume.visit_of(request)
     if visit.known is not None:
         return await resume.give_the_rest(request, visit.known, is_stream=body.stream)
-    prompt = await model.tokenizer.encode_chat(
-        [message.for_template() for message in body.messages],
+    settings, tokenizer = request.app[SETTINGS], model.tokenizer
+    plan = plan_chat(body, tokenizer.chat_template, settings)
+    prompt = await tokenizer.encode_chat(
+        plan.messages,
         model.facts.max_model_len,
+        tools=plan.tools,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        template_kwargs=body.chat_template_kwargs,
+        template_kwargs=plan.template_kwargs,
     )
     prompt = truncated(prompt, body, model.facts)
-    requests = await _generation_requests(request, body, model, [prompt], "messages")
+    requests = await generation_requests(
+        request, body, model, Prompts([prompt], "messages", plan.grammar)
+    )
+    speech = with_reasoning(plan, _text_of(prompt[-8:], body, model), settings)
     text = _text_options(body, requests, continues=body.continue_final_message)
-    rendering = replace(_rendering("chat", body, model, [prompt], requests[0].sampling), text=text)
+    shown_ids = tokenizer.vocabulary.special_ids_of(speech.marks)
+    rendering = replace(
+        _rendering("chat", body, model, [prompt], requests[0].sampling),
+        text=replace(text, shown_ids=shown_ids),
+        speech=speech,
+    )
     return await _respond(request, _Job(body, model, visit, rendering, requests))
 
 
@@ -124,51 +134,6 @@ async def _read(request: web.Request, cls: type[B]) -> tuple[ServedModel, B]:
         raise model_not_found(body.model, model.name)
     check_request(body, model.facts)
     return model, body
-
-
-async def _generation_requests(
-    request: web.Request,
-    body: GenerationBody,
-    model: ServedModel,
-    prompts: Sequence[list[int]],
-    param: str,
-) -> list[GenerationRequest]:
-    """Make a request for each choice of each prompt."""
-    app = request.app
-    limit = app[SETTINGS].max_queued_requests
-    if len(prompts) * body.n > limit:
-        raise invalid(
-            f"{len(prompts)} prompts of {body.n} choices are more than MAX_QUEUED_REQUESTS "
-            f"({limit}) at once"
-        )
-    priority = _priority(request, body)
-    deadline_ms = _header(request, _DEADLINE_HEADER, lowest=1)
-    tenant = tenant_of(request)
-    seeds: Iterator[int] = app[SEEDS]
-    bad_words = await _bad_words(body, model)
-    grammar = grammar_of(body)
-    if grammar is not None:
-        asked = "response_format" if body.structured_outputs is None else "structured_outputs"
-        await model.grammars.check(grammar, asked)
-    requests = []
-    for number, prompt in enumerate(prompts):
-        check_prompt(prompt, model.facts, param if len(prompts) == 1 else f"{param}.{number}")
-        params = sampling_params(
-            body, model.facts, len(prompt), next(seeds), bad_words=bad_words, grammar=grammar
-        )
-        requests += [
-            GenerationRequest(
-                prompt_token_ids=prompt,
-                sampling=sibling(params, index),
-                priority=priority,
-                deadline_ms=body.deadline_ms if deadline_ms is None else deadline_ms,
-                cache_salt=cache_salt_of(tenant, body.cache_salt),
-                tenant=tenant,
-                terms=terms_of(request),
-            )
-            for index in range(body.n)
-        ]
-    return requests
 
 
 def _text_options(
@@ -207,37 +172,6 @@ def _rendering(
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         tokens_as_ids=body.return_tokens_as_token_ids,
     )
-
-
-def _priority(request: web.Request, body: GenerationBody) -> int:
-    """Read how urgent a client is; however much it asks for, it is not of the system class."""
-    given = (_header(request, name, lowest=-(2**63)) for name in _PRIORITY_HEADERS)
-    asked = next((value for value in given if value is not None), body.priority)
-    return max(asked, SYSTEM_PRIORITY + 1)
-
-
-def _header(request: web.Request, name: str, lowest: int) -> int | None:
-    """Read an integer from a header; it wins over the body's."""
-    text = request.headers.get(name)
-    if text is None:
-        return None
-    digits = text.removeprefix("-")
-    if digits.isascii() and digits.isdigit() and len(digits) < 20:
-        value = int(text)
-        if lowest <= value < 2**63:
-            return value
-    raise invalid(f"the header {name} must be an integer from {lowest} to {2**63 - 1}", name)
-
-
-async def _bad_words(body: GenerationBody, model: ServedModel) -> list[list[int]]:
-    """Encode each word as it stands at the beginning of a text, and as it stands behind a space."""
-    words = [word.lstrip() or word for word in body.bad_words]
-    texts = [text for word in words for text in (word, f" {word}")]
-    if not texts:
-        return []
-    longest = model.facts.max_model_len
-    encoded = await model.tokenizer.encode(texts, longest, add_special_tokens=False)
-    return [list(ids) for ids in dict.fromkeys(map(tuple, encoded)) if ids]
 
 
 def _is_whole(given: str | list[int], body: CompletionBody) -> TypeGuard[str]:

@@ -21,7 +21,8 @@ class TokenNames:
     def __init__(self, vocabulary: Vocabulary, options: TextOptions, *, as_ids: bool) -> None:
         self._vocabulary = vocabulary
         self._as_ids = as_ids
-        silent = set(vocabulary.special_ids) if options.skip_special_tokens else set()
+        special = vocabulary.special_ids - options.shown_ids
+        silent = set(special) if options.skip_special_tokens else set()
         self._silent = silent | (set() if options.include_stop else set(options.terminal_ids))
 
     def piece(self, token_id: int) -> bytes:

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from gateway.detokenizer import TextOptions
 from gateway.sequences import Reading
+from gateway.tools.speech import Speech
 from gateway.vocabulary import Vocabulary
 
 
@@ -35,6 +36,7 @@ class Rendering:
     shows_prompt_logprobs: bool = False  # by themselves, not only as part of the echo
     first_token_ids: list[int] | None = None  # of the prompts, if an echo shows log-probabilities
     tokens_as_ids: bool = False  # in log-probabilities
+    speech: Speech = field(default_factory=Speech)  # how the text of a chat is read
 
     @property
     def num_choices(self) -> int:

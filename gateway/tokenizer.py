@@ -41,6 +41,7 @@ class Tokenizer:
     ) -> None:
         self.vocabulary = vocabulary
         self.eos_token_id: int | None = tokenizers[0].eos_token_id
+        self.chat_template = _template_of(tokenizers[0])
         self._idle: SimpleQueue[PreTrainedTokenizerFast] = SimpleQueue()
         for tokenizer in tokenizers:
             self._idle.put(tokenizer)
@@ -81,14 +82,15 @@ class Tokenizer:
 
     async def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         max_tokens: int,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: Mapping[str, Any],
     ) -> list[int]:
-        """Render messages with the chat template and encode them.
+        """Render messages, and tools, with the chat template and encode them.
 
         Raises ApiError with the template's own words if it refuses them.
         """
@@ -103,6 +105,7 @@ class Tokenizer:
             try:
                 token_ids = tokenizer.apply_chat_template(
                     [dict(message) for message in messages],
+                    tools=None if tools is None else [dict(tool) for tool in tools],
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     return_dict=False,
@@ -146,3 +149,11 @@ class Tokenizer:
             return await asyncio.get_running_loop().run_in_executor(self._threads, borrow)
         finally:
             self._num_jobs -= 1
+
+
+def _template_of(tokenizer: PreTrainedTokenizerFast) -> str:
+    """The text of the chat template, of that for tools if there are several; empty if none."""
+    template: str | dict[str, str] | None = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("tool_use") or template.get("default")
+    return template or ""

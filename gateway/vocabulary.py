@@ -31,6 +31,11 @@ class Vocabulary:
         """Bytes of a token; none for an id that the model has and the tokenizer has not."""
         return self.pieces[token_id] if token_id < len(self.pieces) else b""
 
+    def special_ids_of(self, marks: Sequence[str]) -> frozenset[int]:
+        """Special tokens that are spelled like one of these."""
+        spelled = {mark.encode() for mark in marks}
+        return frozenset(one for one in self.special_ids if self.piece(one) in spelled)
+
     @property
     def longest_piece(self) -> int:
         """Bytes of the longest token."""

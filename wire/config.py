@@ -198,6 +198,14 @@ class Settings(BaseSettings):
         1024, description="Requests that may wait; more are refused with 429."
     )
 
+    # -- what a model says
+    tool_call_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "pythonic"] = (
+        Field("auto", description="How the model writes calls of tools; `auto` asks its template.")
+    )
+    reasoning_parser: Literal["none", "think"] = Field(
+        "none", description="How the model marks its reasoning; `think`: <think>…</think>."
+    )
+
     # -- limits and times
     max_body_bytes: PositiveInt = Field(16 * 1024 * 1024, description="Largest HTTP request body.")
     orphan_grace_s: Seconds = Field(

@@ -39,6 +39,11 @@ def of_json_schema(schema: dict[str, Any] | str) -> str:
         raise GrammarError(str(error)) from None
 
 
+def json_rule(schema: dict[str, Any]) -> str:
+    """The same as a part of a Lark grammar, with definitions of its own."""
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}"
+
+
 def of_regex(expression: str) -> str:
     """A grammar of the texts that an expression matches as a whole."""
     return LLMatcher.grammar_from_regex(expression)

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from gateway.openai.body import Body, wrong
 from gateway.openai.fields import INT64_MAX, Content
 from gateway.openai.generation import NOTHING, UNSUPPORTED, GenerationBody, NumLogprobs
+from gateway.openai.tools import MAX_TOOLS, NamedChoice, Tool, ToolCall, ToolChoice
 
 
 class Message(Body):
@@ -17,21 +18,30 @@ class Message(Body):
     unsupported: ClassVar = {
         "audio": NOTHING,
         "function_call": NOTHING,
-        "reasoning": ("",),
-        "reasoning_content": ("",),
         "refusal": ("",),
-        "tool_calls": ([],),
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
+    content: Content | None = None
     name: str | None = None
     tool_call_id: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _says_or_calls_something(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise wrong("only an assistant calls tools", "tool_calls")
+        if self.content is None and not self.tool_calls:
+            raise wrong("is required", "content")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """Write it as chat templates know it; to them a developer's message is the system's."""
         role = "system" if self.role == "developer" else self.role
-        return {**self.model_dump(exclude_none=True), "role": role}
+        written = self.model_dump(exclude_none=True, exclude_defaults=True)
+        return {**written, "role": role, "content": self.content or ""}
 
 
 class ChatBody(GenerationBody):
@@ -47,9 +57,6 @@ class ChatBody(GenerationBody):
         "function_call": ("none",),
         "functions": ([],),
         "modalities": (["text"],),
-        "reasoning_effort": NOTHING,
-        "tool_choice": ("none",),
-        "tools": NOTHING,
         "verbosity": NOTHING,
         "web_search_options": NOTHING,
     }
@@ -58,6 +65,11 @@ class ChatBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     logprobs: bool = False
     top_logprobs: NumLogprobs = 0
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -76,6 +88,27 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise wrong("only allowed together with `logprobs`: true", "top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _a_choice_needs_tools(self) -> ChatBody:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise wrong("two functions have one name", "tools")
+        if isinstance(self.tool_choice, NamedChoice):
+            if self.tool_choice.function.name not in names:
+                raise wrong("names a function that is none of `tools`", "tool_choice")
+        elif self.tool_choice in ("auto", "required") and self.tools is None:
+            raise wrong("only allowed together with `tools`", "tool_choice")
+        if self.chooses_tools and self.has_shape:
+            raise wrong(
+                "not together with structured output, unless `tool_choice` is none", "tools"
+            )
+        return self
+
+    @property
+    def chooses_tools(self) -> bool:
+        """Whether tools may be called, or must be."""
+        return self.tools is not None and self.tool_choice != "none"
 
     @property
     def num_logprobs(self) -> int | None:

@@ -103,12 +103,19 @@ class GenerationBody(Body):
 
     @model_validator(mode="after")
     def _one_shape_that_ends(self) -> GenerationBody:
-        has_format = self.response_format is not None and self.response_format.type != "text"
-        if has_format and self.structured_outputs is not None:
-            raise wrong("not together with `response_format`", "structured_outputs")
-        if self.ignore_eos and (has_format or self.structured_outputs is not None):
+        if self.has_shape and self.ignore_eos:
             raise wrong("not together with structured output, which ends by itself", "ignore_eos")
+        response = self.response_format
+        if self.structured_outputs is not None and response and response.type != "text":
+            raise wrong("not together with `response_format`", "structured_outputs")
         return self
+
+    @property
+    def has_shape(self) -> bool:
+        """Whether the output must be of a certain form."""
+        response = self.response_format
+        has_format = response is not None and response.type != "text"
+        return has_format or self.structured_outputs is not None
 
     @property
     def asked_tokens(self) -> int | None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 
 from gateway.answers import Answer, answer_for
+from gateway.detokenizer import TextOptions
 from gateway.errors import strict_json
 from gateway.rendering import Rendering, rendering_from
 from gateway.sequences import SequenceOutput
+from gateway.tools.speech import Speech
 from gateway.vocabulary import read_vocabulary
 from tests.fakes.tokenizers import byte_level_tokenizer
 from wire.messages import StartedRequest
@@ -114,11 +116,16 @@ def test_every_piece_of_an_answer_has_the_id_of_its_request(rendering: Rendering
     assert ids in ({"chatcmpl-r"}, {"cmpl-r"})
 
 
-@pytest.mark.parametrize("rendering", [FULL, CHAT])
+SPEECH = Speech("hermes", None, parallel_calls=False, reasoning="open")
+READ = replace(CHAT, text=TextOptions(shown_ids=frozenset({5})), num_logprobs=2, speech=SPEECH)
+
+
+@pytest.mark.parametrize("rendering", [FULL, CHAT, READ])
 def test_another_gateway_says_the_same(rendering: Rendering) -> None:
     read = rendering_from(rendering.as_json())
     assert read is not None
-    outputs = OUTPUTS[: 1 if rendering is CHAT else None]
+    assert read.speech == rendering.speech
+    outputs = OUTPUTS if rendering is FULL else OUTPUTS[:1]
     said = []
     for one in (rendering, read):
         made = made_of(one)

@@ -13,6 +13,9 @@ from gateway.openai import ChatBody, CompletionBody, parse, unknown_fields
 INT64_MAX = 2**63 - 1
 
 MESSAGES = [{"role": "user", "content": "hello"}]
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+NAMED = {"type": "function", "function": {"name": "f"}}
 
 
 def completion(**fields: Any) -> CompletionBody:
@@ -225,12 +228,10 @@ def test_a_completion_refuses_what_only_it_could_have(field: str, value: Any) ->
     ("field", "value"),
     [
         ("tools", []),
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "auto"),
         ("functions", [{"name": "f"}]),
         ("chat_template", "{{ messages }}"),
         ("documents", [{"text": "x"}]),
-        ("reasoning_effort", "low"),
         ("modalities", ["audio"]),
         ("audio", {}),
         ("echo", True),
@@ -284,7 +285,12 @@ def test_text_parts_are_joined_by_newlines() -> None:
         ({"role": "user", "content": "x", "name": 5}, "messages.0.name"),
         (
             {"role": "assistant", "content": "x", "tool_calls": [{"id": "a"}]},
-            "messages.0.tool_calls",
+            "messages.0.tool_calls.0.function",
+        ),
+        ({"role": "user", "content": "x", "tool_calls": [CALL]}, "messages.0.tool_calls"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
+            "messages.0.tool_calls.0.function.arguments",
         ),
         ("hello", "messages.0"),
     ],
@@ -312,6 +318,59 @@ def test_a_message_of_an_earlier_answer_may_come_back() -> None:
         "role": "assistant",
         "content": "x",
     }
+
+
+def test_an_earlier_call_is_written_as_templates_know_it() -> None:
+    calls = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    answer = {"role": "tool", "tool_call_id": "c", "content": "5"}
+    body = chat(messages=[*MESSAGES, calls, answer])
+    written = [message.for_template() for message in body.messages[1:]]
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert written[0] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "c", "function": function}],
+    }
+    assert written[1] == {"role": "tool", "content": "5", "tool_call_id": "c"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any", "tools": TOOLS}, "tool_choice"),
+        ({"tool_choice": NAMED}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": TOOLS},
+            "tool_choice",
+        ),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice"),
+        ({"tools": []}, "tools"),
+        ({"tools": TOOLS * 2}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "web", "function": {"name": "f"}}]}, "tools.0.type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
+            "tools.0.function.parameters",
+        ),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "tools"),
+    ],
+)
+def test_a_choice_of_tools_that_is_none_is_refused(fields: dict[str, Any], param: str) -> None:
+    error = refusal(json.dumps({"messages": MESSAGES, **fields}).encode(), ChatBody)
+    assert error.param is not None
+    assert error.param.startswith(param)
+
+
+def test_tools_may_be_there_and_not_be_chosen() -> None:
+    assert chat(tools=TOOLS).chooses_tools
+    assert chat(tools=TOOLS, tool_choice=NAMED).chooses_tools
+    shape = {"response_format": {"type": "json_object"}}
+    assert not chat(tools=TOOLS, tool_choice="none", **shape).chooses_tools
+    assert not chat(tool_choice="none").chooses_tools
 
 
 def test_a_developer_speaks_as_the_system() -> None:
