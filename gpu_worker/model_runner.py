@@ -12,7 +12,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionBackend, AttentionMetadata
+from gpu_worker.attention.base import AttentionMetadata, PagedBackend
 from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.input_batch import Capacity, InputBatch, RequestStates, Work, halves, make_batch
 from gpu_worker.logprobs import MeasuredLogits, prompt_logprobs
@@ -41,7 +41,7 @@ class ModelRunner:
     def __init__(
         self,
         model: LoadedModel,
-        backend: AttentionBackend,
+        backend: PagedBackend,
         capacity: Capacity,
         grammars: GrammarCompiler | None = None,
     ) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.attention.base import PagedBackend
 from gpu_worker.block_table import ProtocolError
 from wire.messages import BlockCopies
 
@@ -26,14 +26,14 @@ class SwapPool:
     To be made after the cache. Memory that was never written may hold anything.
     """
 
-    def __init__(self, backend: AttentionBackend, num_layers: int, num_cpu_blocks: int) -> None:
+    def __init__(self, backend: PagedBackend, num_layers: int, num_cpu_blocks: int) -> None:
         self._num_cpu_blocks = num_cpu_blocks
         self._pairs: list[tuple[Tensor, Tensor]] = []  # device and CPU pool, of K and V by layer
         for layer in range(num_layers):
             for pool in backend.cache(layer):
                 self._pairs.append((pool, _like(pool, num_cpu_blocks)))
         device = self._pairs[0][0].device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def copy(self, copies: Sequence[BlockCopies]) -> int:
         """Do the copies of a step, one after the other; microseconds that the step waits for them.

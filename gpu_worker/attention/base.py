@@ -75,6 +75,13 @@ class AttentionBackend(Protocol):
         """Attend with query (HQ, T, DK); returns (T, HQ, DV)."""
 
 
+class PagedBackend(AttentionBackend, Protocol):
+    """A backend whose cache is in blocks, which can be copied."""
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The blocks of a layer, K and V; the first dimension of both is the block."""
+
+
 def paged_attention(
     module: Any,
     query: Tensor,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import structlog
 import torch
 
-from gpu_worker.attention.base import AttentionBackend, KVShape
+from gpu_worker.attention.base import KVShape, PagedBackend
 from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.torch import TorchAttention
 from gpu_worker.native.library import NoLibraryError
@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 def select_backend(
     settings: Settings, dtype: torch.dtype, device: torch.device, shapes: Sequence[KVShape]
-) -> AttentionBackend:
+) -> PagedBackend:
     """Make the backend that ATTENTION_BACKEND asks for; `auto` takes the fastest that works here.
 
     Raises:
@@ -40,7 +40,7 @@ def select_backend(
 
 def _triton(
     settings: Settings, dtype: torch.dtype, device: torch.device, shapes: Sequence[KVShape]
-) -> AttentionBackend:
+) -> PagedBackend:
     if device.type != "cuda":
         raise NoLibraryError(f"the device is {device.type}")
     try:
@@ -54,7 +54,7 @@ def _triton(
 
 def _native(
     settings: Settings, dtype: torch.dtype, device: torch.device, shapes: Sequence[KVShape]
-) -> AttentionBackend:
+) -> PagedBackend:
     if device.type != "cpu":
         raise NoLibraryError(f"the device is {device.type}")
     backend = CpuAttention(settings.block_size, dtype, settings.model_cache_dir / "kernels")

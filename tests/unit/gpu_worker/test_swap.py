@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker.attention.base import AttentionBackend
+from gpu_worker.attention.base import PagedBackend
 from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.torch import TorchAttention
 from gpu_worker.block_table import ProtocolError
@@ -28,7 +28,7 @@ def runner(
     request: pytest.FixtureRequest, tiny_model: Callable[[str], LoadedModel], tmp_path: Path
 ) -> ModelRunner:
     model = tiny_model("llama")
-    backend: AttentionBackend = (
+    backend: PagedBackend = (
         CpuAttention(16, torch.float32, tmp_path)
         if request.param == "cpu"
         else TorchAttention(16, torch.float32, model.device)
