@@ -190,3 +190,14 @@ def test_an_idle_worker_takes_over_what_is_stuck_in_anothers_cpu_pool() -> None:
         world.step(name)
     assert request.worker == name
     world.finish_everything()
+
+
+def test_a_tenant_that_was_served_less_goes_before_what_another_has_swapped() -> None:
+    world = new_world(100)
+    crowd(world)
+    request, *_ = until_swapped(world)
+    modest = world.add([9] * 3, max_tokens=2, tenant="modest")
+    while request in list(lane_of(world).swapped):
+        turn(world)
+    assert modest.tokens or world.scheduler.requests[modest.num].was_started
+    world.finish_everything()
