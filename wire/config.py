@@ -178,8 +178,10 @@ class Settings(BaseSettings):
     queue_timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
         0.0, description="Longest wait for a first step, after which 503 is the answer; 0: none."
     )
-    deadline_action: Literal["end", "ignore"] = Field(
-        "end", description="What happens to a request that has missed its deadline."
+    deadline_action: Literal["refuse", "end", "ignore"] = Field(
+        "end",
+        description="What happens to a request that misses its deadline: it ends when the time "
+        "has come; `refuse`: as soon as it is clear that even its prompt takes too long.",
     )
     preemption_mode: Literal["auto", "swap", "recompute"] = Field(
         "auto",

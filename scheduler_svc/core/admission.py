@@ -6,6 +6,7 @@ it best; one that fits nowhere now gets a worker where it waits for room, and no
 
 from __future__ import annotations
 
+from scheduler_svc.core import ending
 from scheduler_svc.core.displacement import victims_for
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.outputs import Started
@@ -39,7 +40,6 @@ class Admission:
         self._state = plan.state
         self._lane = plan.lane
         self._promised = {request.num for request in promised}
-        self._bound = {lane.bound: lane for lane in plan.state.lanes.values() if lane.bound}
         self._coming: dict[str, set[bytes]] = {}  # by worker, as far as asked
         self._num_looks = 0
 
@@ -52,6 +52,7 @@ class Admission:
         if not waiting:
             self._take_over_swapped()
             return
+        self._bound = {one.bound: one for one in self._state.lanes.values() if one.bound}
         lanes = [one for one in self._state.lanes.values() if not one.is_late]
         self._fleet = Fleet(self._lane, lanes, self._state.config)
         for request in waiting.walk():
@@ -84,6 +85,9 @@ class Admission:
             place = place_on(request, lane, config)
         if place is None:
             return self._bind(request)
+        if self._is_too_late_for(request, place):
+            ending.fail(self._state, request, "it cannot meet its deadline", "unavailable")
+            return True
         if self._waits_for_prefix(request, place):
             return True
         if place.lane is lane:
@@ -136,6 +140,13 @@ class Admission:
             self._bound[request] = bound
         self._fleet.close(bound)
         return bound is not self._lane
+
+    def _is_too_late_for(self, request: Request, place: Place) -> bool:
+        """Whether even its prompt takes longer than it has, at the worker's measured rate."""
+        rate = place.lane.rates.prefill_tokens_per_s
+        if self._state.config.deadline_action != "refuse" or request.deadline is None or not rate:
+            return False
+        return self._plan.now + place.num_missing_tokens / rate > request.deadline
 
     def _waits_for_prefix(self, request: Request, place: Place) -> bool:
         """Whether the next block it needs is one that a running prompt is about to compute."""

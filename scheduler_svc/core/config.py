@@ -9,7 +9,7 @@ from typing import Literal, get_args
 PolicyName = Literal["fcfs", "priority", "sjf", "deadline"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 VictimRule = Literal["newest", "cheapest"]
-DeadlineAction = Literal["end", "ignore"]
+DeadlineAction = Literal["refuse", "end", "ignore"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from __future__ import annotations
 from scheduler_svc.core import preemption
 from scheduler_svc.core.admission import Admission
 from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.placement import has_seat
+from scheduler_svc.core.placement import could_ever_fit, has_seat
 from scheduler_svc.core.plan import Plan
-from scheduler_svc.core.request import RequestStatus
+from scheduler_svc.core.request import Order, Request, RequestStatus
 from scheduler_svc.core.state import State
 from wire.messages import SchedulerOutput
 
@@ -86,16 +86,17 @@ class StepPlanner:
     # ------------------------------------------------------------ those that come back
 
     def _bring_back_swapped(self) -> bool:
-        """Swapped requests go on before others of equal urgency begin, most urgent first.
+        """Swapped requests go on before others of equal urgency begin, in the order of the line.
 
         False if one is left that waits for room: nobody takes it away meanwhile.
         """
         lane, state, plan = self._lane, self._state, self._plan
-        for request in list(lane.swapped):
-            if state.policy.preempts:
-                ahead = state.waiting.first()
-                if ahead is not None and state.policy.may_preempt(ahead, request):
-                    return True
+        if not len(lane.swapped):
+            return True
+        ahead = state.waiting.first()
+        for request in sorted(lane.swapped, key=_place_among_tenants):
+            if ahead is not None and self._goes_before(ahead, request):
+                return True
             if lane.last_answered_step < request.resume_after:
                 return False
             n = min(request.num_tokens - request.num_computed_tokens, plan.budget)
@@ -108,3 +109,15 @@ class StepPlanner:
             state.totals.num_swapped_blocks += len(copies.cpu_blocks)
             plan.join(request, n)
         return True
+
+    def _goes_before(self, ahead: Request, swapped: Request) -> bool:
+        """Whether the first of the line is more urgent than one that would come back."""
+        if not could_ever_fit(ahead, self._lane) or swapped.is_system:
+            return False
+        if ahead.is_system or self._state.policy.may_preempt(ahead, swapped):
+            return True
+        return ahead.tenant.virtual < swapped.tenant.virtual
+
+
+def _place_among_tenants(request: Request) -> tuple[bool, float, Order]:
+    return not request.is_system, request.tenant.virtual, request.order

@@ -50,7 +50,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         policy=draw(st.sampled_from(["fcfs", "fcfs", "priority", "sjf", "deadline"])),
         priority_ageing_s=draw(st.sampled_from([0.0, 0.05])),
         queue_timeout_s=draw(st.sampled_from([0.0, 0.0, 0.0, 0.3])),
-        deadline_action=draw(st.sampled_from(["end", "ignore"])),
+        deadline_action=draw(st.sampled_from(["end", "refuse", "ignore"])),
         preemption_mode=draw(st.sampled_from(["auto", "swap", "recompute"])),
         preemption_victim=draw(st.sampled_from(["newest", "cheapest"])),
     )
