@@ -130,6 +130,12 @@ class BlockPool:
         """How many of these stand in the queue now and would leave it when shared."""
         return sum(self._ref_counts[block] == 0 for block in blocks)
 
+    def withdraw(self, contents: Iterable[bytes]) -> None:
+        """Let nobody find these contents any more."""
+        for content in contents:
+            if (block := self._block_with.get(content)) is not None:
+                self._forget(block)
+
     def forget_all(self) -> None:
         """Empty the prefix cache; held blocks stay held but cannot be found."""
         for block in self._block_with.values():

@@ -177,6 +177,11 @@ class Lane:
             self.finished.append(request.num)
         self.kv.free(request)
 
+    def distrust(self, request: Request) -> None:
+        """Let nobody begin with what a request has computed: it went wrong."""
+        for pool in (self.kv.pool, self.cpu_pool):
+            pool.withdraw(request.block_hashes)
+
     def release_ending(self) -> bool:
         """Give the blocks of ending requests up early; True if that made room.
 

@@ -230,7 +230,7 @@ class Scheduler:
         )
         if output.errors:
             failed = {error.req: error for error in output.errors}
-            rows = [(request, token) for request, token in rows if not self._fail(request, failed)]
+            rows = [row for row in rows if not self._fail(lane, row[0], failed)]
         if output.logprobs:
             requests, logprobs = self._state.requests, self._state.outputs.logprobs
             logprobs += [one for one in output.logprobs if one.req in requests]
@@ -258,12 +258,13 @@ class Scheduler:
                 ending.stop(self._state, request, token)
         self.totals.num_generated_tokens += len(reqs) - before
 
-    def _fail(self, request: Request, errors: dict[int, RequestError]) -> bool:
+    def _fail(self, lane: Lane, request: Request, errors: dict[int, RequestError]) -> bool:
         """End a request that went wrong in its step; False if it did not."""
         error = errors.get(request.num)
         if error is None:
             return False
         if request.status is not RequestStatus.FINISHED:
+            lane.distrust(request)
             ending.fail(self._state, request, error.message, error.code)
         return True
 

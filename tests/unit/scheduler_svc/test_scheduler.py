@@ -347,6 +347,19 @@ def test_an_error_of_one_request_ends_that_request_alone() -> None:
     scheduler.check_integrity()
 
 
+def test_nobody_hits_what_a_request_computed_that_went_wrong() -> None:
+    scheduler = Scheduler(SchedulerConfig(), epoch=3)
+    scheduler.add_worker("w", WorkerCapacity(64, BLOCK, 100))
+    for num, is_wrong in ((1, True), (2, False), (3, False)):
+        scheduler.add_request(num, _request(prompt(5 * BLOCK), max_tokens=1), 0.0)
+        assert scheduler.schedule("w", 0.0) is not None
+        errors = [RequestError(num, "the logits are not finite")] if is_wrong else []
+        scheduler.update_from_output("w", ModelRunnerOutput(3, num, token_ids([1]), errors))
+    hits = [started.num_cached_tokens for started in scheduler.take_outputs().started]
+    assert hits == [0, 0, 4 * BLOCK]
+    scheduler.check_integrity()
+
+
 # ---------------------------------------------------------------- several workers
 
 
