@@ -234,6 +234,7 @@ async def recovery(repeats: int = 3) -> None:
 
 
 async def time_to_next_token(scene: Scene, role: Role) -> float:
+    await scene.pool.until(lambda: all_gateways(scene.pool))
     client = await scene.ask(16, 900)
     await client.has(20)
     killed_at = time.monotonic()
@@ -250,6 +251,12 @@ async def time_to_next_token(scene: Scene, role: Role) -> float:
     client.leaves_after = 0
     await scene.all_is_well()
     return took
+
+
+async def all_gateways(pool: Pool) -> bool:
+    """Whether those that were killed before are back."""
+    pids = {int(one.get("pid", 0)) for one in (await pool.bus.processes("gateway")).values()}
+    return all(gateway.pid in pids for gateway in pool.gateways)
 
 
 def say(label: str, **figures: Any) -> None:

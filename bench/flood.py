@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import resource
 import sys
@@ -36,11 +37,11 @@ PAUSE_S = 0.05  # between two looks at /health
 BODY = {"prompt": [1, 2, 3], "max_tokens": 8}
 
 
-async def until_it_takes_requests(http: aiohttp.ClientSession, url: str) -> None:
+async def until_it_takes_requests(client: aiohttp.ClientSession, url: str) -> None:
     async with asyncio.timeout(START_S):
         while True:
             try:
-                async with http.get(f"{url}/v1/models") as response:
+                async with client.get(f"{url}/v1/models") as response:
                     if (await response.json())["data"][0]["max_model_len"] is not None:
                         return
             except aiohttp.ClientError:
@@ -48,26 +49,38 @@ async def until_it_takes_requests(http: aiohttp.ClientSession, url: str) -> None
             await asyncio.sleep(0.1)
 
 
-async def health(http: aiohttp.ClientSession, url: str, seconds: float) -> list[float]:
-    """How long each answer took, in milliseconds."""
+def probe(port: int, seconds: float) -> list[float]:
+    """How long each answer of `/health` took, in milliseconds."""
     took, end = [], time.monotonic() + seconds
     while time.monotonic() < end:
         started = time.perf_counter()
-        async with http.get(f"{url}/health") as response:
-            await response.read()
-            assert response.status == 200
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        connection.close()
         took.append(1000 * (time.perf_counter() - started))
-        await asyncio.sleep(PAUSE_S)
+        time.sleep(PAUSE_S)
+    return took
+
+
+async def health(port: int, seconds: float) -> list[float]:
+    """Probe from a process of its own: this one is busy with the flood."""
+    words = ["-m", "bench.flood", "--probe", str(port), "--seconds", str(seconds)]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *words, stdout=asyncio.subprocess.PIPE
+    )
+    said, _ = await process.communicate()
+    took: list[float] = json.loads(said)
     return took
 
 
 async def refused(
-    http: aiohttp.ClientSession, url: str, rate: float, statuses: Counter[int]
+    client: aiohttp.ClientSession, url: str, rate: float, statuses: Counter[int]
 ) -> None:
     """Ask `rate` times a second, whatever the answers."""
 
     async def ask() -> None:
-        async with http.post(f"{url}/v1/completions", json=BODY) as response:
+        async with client.post(f"{url}/v1/completions", json=BODY) as response:
             await response.read()
             statuses[response.status] += 1
 
@@ -118,18 +131,18 @@ async def flood(num_idle: int, rate: float, seconds: float) -> None:
 async def measure(gateway: Process, port: int, num_idle: int, rate: float, seconds: float) -> None:
     url, statuses = f"http://127.0.0.1:{port}", Counter[int]()
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as group:
-        await until_it_takes_requests(http, url)
-        waiting = [group.create_task(wait_in_line(http, url)) for _ in range(QUEUE)]
+    async with aiohttp.ClientSession(connector=connector) as client, asyncio.TaskGroup() as group:
+        await until_it_takes_requests(client, url)
+        waiting = [group.create_task(wait_in_line(client, url)) for _ in range(QUEUE)]
         await asyncio.sleep(1.0)
         process = psutil.Process(gateway.pid)
         memory = {"before_mb": process.memory_info().rss}
-        alone = await health(http, url, min(seconds, 5.0))
+        alone = await health(port, min(seconds, 5.0))
         writers = await idle(port, num_idle)
         memory["idle_mb"] = process.memory_info().rss
-        flooding = group.create_task(refused(http, url, rate, statuses))
+        flooding = group.create_task(refused(client, url, rate, statuses))
         cpu = process.cpu_times()
-        flooded = await health(http, url, seconds)
+        flooded = await health(port, seconds)
         used = sum(process.cpu_times()[:2]) - sum(cpu[:2])
         memory["flooded_mb"] = process.memory_info().rss
         for task in [flooding, *waiting]:
@@ -150,9 +163,9 @@ async def measure(gateway: Process, port: int, num_idle: int, rate: float, secon
         print(json.dumps(figures))
 
 
-async def wait_in_line(http: aiohttp.ClientSession, url: str) -> None:
+async def wait_in_line(client: aiohttp.ClientSession, url: str) -> None:
     """One of those who fill the queue: there is no worker."""
-    async with http.post(f"{url}/v1/completions", json=BODY) as response:
+    async with client.post(f"{url}/v1/completions", json=BODY) as response:
         await response.read()
 
 
@@ -161,7 +174,11 @@ def main() -> int:
     parser.add_argument("--idle", type=int, default=5000)
     parser.add_argument("--refused", type=float, default=200.0)
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.probe is not None:
+        print(json.dumps(probe(options.probe, options.seconds)))
+        return 0
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     asyncio.run(flood(options.idle, options.refused, options.seconds))

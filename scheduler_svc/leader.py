@@ -118,6 +118,8 @@ class Leader:
         started = time.monotonic()
         self._redis_life = await self._current_redis_life()
         found = await retrying(partial(recovery.recover, self._bus))
+        if await self._current_redis_life() != self._redis_life:
+            raise EpochOverError("Redis was restarted while it was read")
         self._intake.restore(found.config)
         self._scheduler.restore_served(found.served)
         await self._caution.begin(found)

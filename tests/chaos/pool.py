@@ -163,6 +163,7 @@ class Pool:
         redis_options: dict[str, str] | None = None,
         **settings: object,
     ) -> None:
+        load(**settings)  # so that no server is left if one of them is wrong
         self.folder = Path(tempfile.mkdtemp(prefix="ps-chaos-"))
         options = {"appendfsync": "everysec", **(redis_options or {})}
         self.redis = RedisServer(kind, aof=True, options=options)

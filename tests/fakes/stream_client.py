@@ -220,7 +220,10 @@ class StreamClient:
         """Take the rest from the record; False if that contradicts what the client has."""
         (data,) = await retrying(partial(self.bus.tokens, [stream.req_id]))
         output, reason = token_ids(data).tolist(), known["finish_reason"]
-        if output[: len(stream.tokens)] == stream.tokens:
+        is_whole = len(output) >= int(
+            known.get("num_output_tokens", 0)
+        )  # or Redis went back between
+        if is_whole and output[: len(stream.tokens)] == stream.tokens:
             rest = output[len(stream.tokens) :]
         elif reason == "abort":  # Redis was rolled back or wiped before it was told of the wish
             rest = []
