@@ -201,7 +201,7 @@ class Leader:
         except WireError as error:
             self._roster.lose(process, f"its result cannot be read: {error}")
             return
-        if self._roster.is_fence_answer(process, result):
+        if self._roster.take_fence_answer(process, result):
             return
         self._statistics.device_us += result.device_us
         if not self._scheduler.update_from_output(process, result):
