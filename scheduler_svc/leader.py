@@ -88,11 +88,13 @@ class Leader:
 
     async def lead(self, stopping: asyncio.Event) -> None:
         """Recover, then schedule until `stopping`. FencedError when another leads."""
-        await self._recover()
+        self._redis_life = await self._current_redis_life()
         sweeper = Sweeper(self._bus, lambda: self._roster.processes)
         async with asyncio.TaskGroup() as group:
+            renewing = group.create_task(self._renew())  # there may be much to recover
+            await self._recover()
             chores = [
-                group.create_task(self._renew()),
+                renewing,
                 group.create_task(self._survive()),
                 group.create_task(self._roster.watch()),
                 group.create_task(self._gateways.watch()),
@@ -116,7 +118,6 @@ class Leader:
 
     async def _recover(self) -> None:
         started = time.monotonic()
-        self._redis_life = await self._current_redis_life()
         found = await retrying(partial(recovery.recover, self._bus))
         if await self._current_redis_life() != self._redis_life:
             raise EpochOverError("Redis was restarted while it was read")
@@ -200,7 +201,7 @@ class Leader:
         except WireError as error:
             self._roster.lose(process, f"its result cannot be read: {error}")
             return
-        if self._roster.is_fence_answer(process, result):
+        if self._roster.take_fence_answer(process, result):
             return
         self._statistics.device_us += result.device_us
         if not self._scheduler.update_from_output(process, result):

@@ -177,8 +177,8 @@ class Roster:
             self._unheard.add(process)
         self._links[process] = link
 
-    def is_fence_answer(self, process: str, result: ModelRunnerOutput) -> bool:
-        """Use the worker from now on if this answers its fence, and what it says that it holds."""
+    def take_fence_answer(self, process: str, result: ModelRunnerOutput) -> bool:
+        """Use a worker from now on, and what it says that it holds; False if this is no answer."""
         link = self._links[process]
         if not link.is_fenced or (result.epoch, result.step_id) != (
             self._scheduler.epoch,

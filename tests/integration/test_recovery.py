@@ -134,6 +134,33 @@ async def test_a_record_that_was_lost_is_written_anew(redis_server: RedisServer)
         assert (await client.bus.request(stream.req_id))["entry"]
 
 
+async def test_a_recovery_may_take_longer_than_the_lease(
+    make_settings: Callable[..., Settings], bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else two schedulers would take the lead from each other for ever."""
+    settings = make_settings(leader_lease_s=0.5)
+    recover = recovery.recover
+    epochs: list[int] = []
+
+    async def slowly(bus: Bus) -> recovery.Found:
+        epochs.append(int((await bus.read([("GET", bus.keys.epoch())]))[0]))
+        await asyncio.sleep(4 * settings.leader_lease_s)
+        return await recover(bus)
+
+    monkeypatch.setattr(recovery, "recover", slowly)
+    async with (
+        scheduler(settings),
+        scheduler(settings),
+        OracleWorker(settings).running(),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        stream = await client.submit([1, 2, 3], 20)
+        await stream.finished()
+        assert stream.tokens == want(stream)
+    assert len(epochs) == 1
+
+
 # ---------------------------------------------------------------- what the dead leave behind
 
 
