@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Literal, TypeGuard, TypeVar
 
+import structlog
 from aiohttp import web
 
 from gateway import resume
@@ -35,6 +36,8 @@ from gateway.submission import Prompts, generation_requests
 from wire.answer_record import AnswerRecord
 from wire.bus import ClaimedError
 from wire.messages import SamplingParams
+
+log = structlog.get_logger()
 
 B = TypeVar("B", bound=GenerationBody)
 
@@ -129,6 +132,8 @@ async def _read(request: web.Request, cls: type[B]) -> tuple[ServedModel, B]:
         raw = await request.read()
     except web.RequestPayloadError as error:
         raise invalid(f"the body cannot be read: {error}", code="invalid_body") from None
+    if request.app[SETTINGS].log_prompts:
+        log.info("body_read", path=request.path, body=raw.decode(errors="replace"))
     body = parse(cls, raw)
     if body.model is not None and body.model != model.name:
         raise model_not_found(body.model, model.name)

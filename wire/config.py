@@ -120,7 +120,9 @@ class Settings(BaseSettings):
         "info", description="Least urgent events that are logged."
     )
     log_format: Literal["console", "json"] = Field("console", description="Form of the log lines.")
-    log_prompts: bool = Field(False, description="Allow prompts and answers in the log.")
+    log_prompts: bool = Field(
+        False, description="Write the bodies of requests, prompts and all, into the log."
+    )
     record_file: Path | None = Field(
         None,
         description="Where the scheduler writes all it hears and decides, for "

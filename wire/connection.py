@@ -61,7 +61,8 @@ class Script:
     """A Lua script of `wire/scripts`; sent by its digest where the server knows it."""
 
     def __init__(self, name: str) -> None:
-        path = resources.files("wire").joinpath("scripts", f"{name}.lua")
+        self.name = f"{name}.lua"
+        path = resources.files("wire").joinpath("scripts", self.name)
         self.text = path.read_text(encoding="utf-8")
         self.digest = hashlib.sha1(self.text.encode(), usedforsecurity=False).hexdigest()
 
@@ -88,9 +89,13 @@ class Connection:
         """Run a script, which its server may have forgotten."""
         words = (len(keys), *keys, *args)
         try:
-            return await self.command("EVALSHA", script.digest, *words)
-        except _NoScriptError:
-            return await self.command("EVAL", script.text, *words)
+            try:
+                return await self.command("EVALSHA", script.digest, *words)
+            except _NoScriptError:
+                return await self.command("EVAL", script.text, *words)
+        except BusError as error:  # the server knows it by its digest, and people by its name
+            error.args = (str(error).replace(script.digest, script.name),)
+            raise
 
     async def commands(
         self,
