@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from statistics import quantiles
+from typing import Any
 
 import aiohttp
 import psutil
@@ -63,33 +64,36 @@ def probe(port: int, seconds: float) -> list[float]:
     return took
 
 
-async def health(port: int, seconds: float) -> list[float]:
-    """Probe from a process of its own: this one is busy with the flood."""
-    words = ["-m", "bench.flood", "--probe", str(port), "--seconds", str(seconds)]
+async def refused(port: int, rate: float, seconds: float) -> dict[int, int]:
+    """Ask `rate` times a second, whatever the answers; how often each status came."""
+    statuses: Counter[int] = Counter()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as client:
+
+        async def ask() -> None:
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            async with client.post(url, json=BODY) as response:
+                await response.read()
+                statuses[response.status] += 1
+
+        async with asyncio.TaskGroup() as group:
+            due, end = time.monotonic(), time.monotonic() + seconds
+            while due < end:
+                group.create_task(ask())
+                due += 1 / rate
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+    return dict(statuses)
+
+
+async def elsewhere(part: str, port: int, seconds: float, rate: float = 0.0) -> Any:
+    """What `probe` or `refused` gives in a process of its own: nobody waits for another's loop."""
+    words = ["-m", "bench.flood", "--part", part, "--port", str(port)]
+    words += ["--seconds", str(seconds), "--refused", str(rate)]
     process = await asyncio.create_subprocess_exec(
         sys.executable, *words, stdout=asyncio.subprocess.PIPE
     )
     said, _ = await process.communicate()
-    took: list[float] = json.loads(said)
-    return took
-
-
-async def refused(
-    client: aiohttp.ClientSession, url: str, rate: float, statuses: Counter[int]
-) -> None:
-    """Ask `rate` times a second, whatever the answers."""
-
-    async def ask() -> None:
-        async with client.post(f"{url}/v1/completions", json=BODY) as response:
-            await response.read()
-            statuses[response.status] += 1
-
-    async with asyncio.TaskGroup() as group:
-        due = time.monotonic()
-        while True:
-            group.create_task(ask())
-            due += 1 / rate
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+    return json.loads(said)
 
 
 async def idle(port: int, count: int) -> list[asyncio.StreamWriter]:
@@ -129,23 +133,24 @@ async def flood(num_idle: int, rate: float, seconds: float) -> None:
 
 
 async def measure(gateway: Process, port: int, num_idle: int, rate: float, seconds: float) -> None:
-    url, statuses = f"http://127.0.0.1:{port}", Counter[int]()
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as client, asyncio.TaskGroup() as group:
+    url = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession() as client, asyncio.TaskGroup() as group:
         await until_it_takes_requests(client, url)
         waiting = [group.create_task(wait_in_line(client, url)) for _ in range(QUEUE)]
         await asyncio.sleep(1.0)
         process = psutil.Process(gateway.pid)
         memory = {"before_mb": process.memory_info().rss}
-        alone = await health(port, min(seconds, 5.0))
+        alone = await elsewhere("probe", port, min(seconds, 5.0))
         writers = await idle(port, num_idle)
         memory["idle_mb"] = process.memory_info().rss
-        flooding = group.create_task(refused(client, url, rate, statuses))
-        cpu = process.cpu_times()
-        flooded = await health(port, seconds)
+        cpu, began = process.cpu_times(), time.monotonic()
+        flooded, statuses = await asyncio.gather(
+            elsewhere("probe", port, seconds), elsewhere("refuse", port, seconds, rate)
+        )
+        took = time.monotonic() - began
         used = sum(process.cpu_times()[:2]) - sum(cpu[:2])
         memory["flooded_mb"] = process.memory_info().rss
-        for task in [flooding, *waiting]:
+        for task in waiting:
             task.cancel()
         for writer in writers:
             writer.close()
@@ -153,11 +158,11 @@ async def measure(gateway: Process, port: int, num_idle: int, rate: float, secon
         memory["after_mb"] = process.memory_info().rss
         figures = {
             "idle": len(writers),
-            "refused_per_s": round(statuses[429] / seconds),
-            "statuses": dict(statuses),
+            "asked_per_s": rate,
+            "statuses": statuses,
             "health_alone": summary(alone),
             "health_flooded": summary(flooded),
-            "gateway_cpu": round(used / seconds, 2),
+            "gateway_cpu": round(used / took, 2),
             **{name: round(value / 1e6) for name, value in memory.items()},
         }
         print(json.dumps(figures))
@@ -174,14 +179,17 @@ def main() -> int:
     parser.add_argument("--idle", type=int, default=5000)
     parser.add_argument("--refused", type=float, default=200.0)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--probe", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=["probe", "refuse"], help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.probe is not None:
-        print(json.dumps(probe(options.probe, options.seconds)))
+    port, seconds, rate = options.port, options.seconds, options.refused
+    if options.part is not None:
+        work = probe(port, seconds) if options.part == "probe" else None
+        print(json.dumps(work or asyncio.run(refused(port, rate, seconds))))
         return 0
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    asyncio.run(flood(options.idle, options.refused, options.seconds))
+    asyncio.run(flood(options.idle, rate, seconds))
     return 0
 
 
