@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway import admin, handlers, inspection, resume, status
+from gateway import admin, handlers, inspection, openapi, resume, status, tokens
 from gateway.access import Access
 from gateway.app_keys import (
     ACCESS,
@@ -80,6 +80,8 @@ def create_app(
         [
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat_completions),
+            web.post("/tokenize", tokens.tokenize),
+            web.post("/detokenize", tokens.detokenize),
             web.get("/v1/streams/{id}", resume.stream),
             web.get("/v1/requests", inspection.list_requests),
             web.get("/v1/requests/{id}", inspection.show_request),
@@ -90,6 +92,7 @@ def create_app(
             web.get("/ready", status.ready),
             web.get("/metrics", status.metrics),
             web.get("/version", status.version),
+            web.get("/openapi.json", openapi.show),
             web.get("/admin/config", admin.show_config),
             web.patch("/admin/config", admin.change_config),
             web.post("/admin/drain", admin.drain),

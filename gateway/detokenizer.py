@@ -97,6 +97,12 @@ class Detokenizer:
         return piece
 
 
+def text_of(token_ids: Sequence[int], vocabulary: Vocabulary, *, skip_special: bool = False) -> str:
+    """Decode tokens that are all there."""
+    detokenizer = Detokenizer(vocabulary, TextOptions(skip_special_tokens=skip_special))
+    return detokenizer.push(token_ids).text + detokenizer.finish().text
+
+
 class StopStrings:
     """Watches a text for the strings that end it, and holds back what could be their beginning."""
 

@@ -11,21 +11,21 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Literal, TypeGuard, TypeVar
+from typing import Literal, TypeGuard
 
-import structlog
 from aiohttp import web
 
 from gateway import resume
 from gateway.answers import answer_for
-from gateway.app_keys import ENGINE, KEEP_ALIVE_S, READINESS, SETTINGS
+from gateway.app_keys import ENGINE, KEEP_ALIVE_S, SETTINGS
+from gateway.body_reader import read_body
 from gateway.chat_plan import plan_chat, with_reasoning
-from gateway.detokenizer import Detokenizer, TextOptions
+from gateway.detokenizer import TextOptions, text_of
 from gateway.engine_client import GenerationRequest
-from gateway.errors import invalid, model_not_found, unavailable
+from gateway.errors import unavailable
 from gateway.grammars import grammar_of
 from gateway.metrics import RequestTimes
-from gateway.openai import ChatBody, CompletionBody, GenerationBody, parse
+from gateway.openai import ChatBody, CompletionBody, GenerationBody
 from gateway.positions import Numbering
 from gateway.readiness import ServedModel
 from gateway.rendering import Rendering, reading_of
@@ -36,10 +36,6 @@ from gateway.submission import Prompts, generation_requests
 from wire.answer_record import AnswerRecord
 from wire.bus import ClaimedError
 from wire.messages import SamplingParams
-
-log = structlog.get_logger()
-
-B = TypeVar("B", bound=GenerationBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +51,8 @@ class _Job:
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/completions`."""
-    model, body = await _read(request, CompletionBody)
+    model, body = await read_body(request, CompletionBody)
+    check_request(body, model.facts)
     visit = await resume.visit_of(request)
     if visit.known is not None:
         return await resume.give_the_rest(request, visit.known, is_stream=body.stream)
@@ -74,8 +71,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     requests = await generation_requests(request, body, model, Prompts(prompts, "prompt", grammar))
     echoes = None
     if body.echo:
+        vocabulary, skip_special = tokenizer.vocabulary, body.skip_special_tokens
         echoes = [
-            given if _is_whole(given, body) else _text_of(prompt, body, model)
+            given
+            if _is_whole(given, body)
+            else text_of(prompt, vocabulary, skip_special=skip_special)
             for given, prompt in zip(body.prompt, prompts, strict=True)
         ]
     text = _text_options(body, requests, continues=True)
@@ -91,7 +91,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
-    model, body = await _read(request, ChatBody)
+    model, body = await read_body(request, ChatBody)
+    check_request(body, model.facts)
     visit = await resume.visit_of(request)
     if visit.known is not None:
         return await resume.give_the_rest(request, visit.known, is_stream=body.stream)
@@ -109,7 +110,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     requests = await generation_requests(
         request, body, model, Prompts([prompt], "messages", plan.grammar)
     )
-    speech = with_reasoning(plan, _text_of(prompt[-8:], body, model), settings)
+    speech = with_reasoning(plan, text_of(prompt[-8:], tokenizer.vocabulary), settings)
     text = _text_options(body, requests, continues=body.continue_final_message)
     shown_ids = tokenizer.vocabulary.special_ids_of(speech.marks)
     rendering = replace(
@@ -121,24 +122,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 
 # ---------------------------------------------------------------- from the request to the engine
-
-
-async def _read(request: web.Request, cls: type[B]) -> tuple[ServedModel, B]:
-    """Read and check a body as far as the prompt does not matter."""
-    model = request.app[READINESS].served_model()
-    if request.content_type != "application/json":
-        raise invalid("the Content-Type must be application/json", code="invalid_content_type")
-    try:
-        raw = await request.read()
-    except web.RequestPayloadError as error:
-        raise invalid(f"the body cannot be read: {error}", code="invalid_body") from None
-    if request.app[SETTINGS].log_prompts:
-        log.info("body_read", path=request.path, body=raw.decode(errors="replace"))
-    body = parse(cls, raw)
-    if body.model is not None and body.model != model.name:
-        raise model_not_found(body.model, model.name)
-    check_request(body, model.facts)
-    return model, body
 
 
 def _text_options(
@@ -182,13 +165,6 @@ def _rendering(
 def _is_whole(given: str | list[int], body: CompletionBody) -> TypeGuard[str]:
     """Whether an echo is the prompt as it was given."""
     return isinstance(given, str) and body.truncate_prompt_tokens is None
-
-
-def _text_of(prompt: Sequence[int], body: GenerationBody, model: ServedModel) -> str:
-    """Decode a prompt that was given as token ids."""
-    options = TextOptions(skip_special_tokens=body.skip_special_tokens)
-    detokenizer = Detokenizer(model.tokenizer.vocabulary, options)
-    return detokenizer.push(prompt).text + detokenizer.finish().text
 
 
 # ---------------------------------------------------------------- from the engine to the client

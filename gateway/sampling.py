@@ -29,9 +29,9 @@ def check_request(body: GenerationBody, facts: ModelFacts) -> None:
         raise invalid(
             f"n is {body.n}, but at temperature 0 all choices are the same: n must be 1", "n"
         )
-    _check_ids(body.stop_token_ids, facts, "stop_token_ids")
-    _check_ids(list(body.logit_bias), facts, "logit_bias")
-    _check_ids(body.allowed_token_ids or (), facts, "allowed_token_ids")
+    check_ids(body.stop_token_ids, facts, "stop_token_ids")
+    check_ids(list(body.logit_bias), facts, "logit_bias")
+    check_ids(body.allowed_token_ids or (), facts, "allowed_token_ids")
     asked = body.asked_tokens
     if asked is not None and body.min_tokens > asked:
         raise invalid(
@@ -56,7 +56,7 @@ def check_prompt(prompt: Sequence[int], facts: ModelFacts, param: str) -> None:
             param,
             code="context_length_exceeded",
         )
-    _check_ids(prompt, facts, param)
+    check_ids(prompt, facts, param)
 
 
 def truncated(prompt: list[int], body: GenerationBody, facts: ModelFacts) -> list[int]:
@@ -144,7 +144,8 @@ def _num_logprobs(value: int | None, facts: ModelFacts) -> int | None:
     return None if value is None else min(value, facts.vocab_size)
 
 
-def _check_ids(ids: Sequence[int], facts: ModelFacts, param: str) -> None:
+def check_ids(ids: Sequence[int], facts: ModelFacts, param: str) -> None:
+    """Refuse what is no token of this model. Raises ApiError."""
     if ids and max(ids) >= facts.vocab_size:
         raise invalid(
             f"{param}: {max(ids)} is no token of this model, whose ids are from 0 to "

@@ -6,19 +6,23 @@ change the answer and cannot be honoured is refused by name; a field nobody know
 named in a debug log. Otherwise pure.
 """
 
-from gateway.openai.body import Body, parse, unknown_fields
+from gateway.openai.body import Body, ModelBody, parse, unknown_fields
 from gateway.openai.chat import ChatBody, Message
 from gateway.openai.completion import CompletionBody
 from gateway.openai.generation import GenerationBody
 from gateway.openai.structured import StructuredOutputs
+from gateway.openai.tokens import DetokenizeBody, TokenizeBody
 
 __all__ = [
     "Body",
     "ChatBody",
     "CompletionBody",
+    "DetokenizeBody",
     "GenerationBody",
     "Message",
+    "ModelBody",
     "StructuredOutputs",
+    "TokenizeBody",
     "parse",
     "unknown_fields",
 ]

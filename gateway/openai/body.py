@@ -79,3 +79,9 @@ class Body(BaseModel):
                 allowed = " or ".join(["null", *map(repr, neutral)])
                 raise wrong(f"not supported by this server; it may only be {allowed}", name)
         return given
+
+
+class ModelBody(Body):
+    """A body that may name the model."""
+
+    model: str | None = None

@@ -39,9 +39,14 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """Write it as chat templates know it; to them a developer's message is the system's."""
-        role = "system" if self.role == "developer" else self.role
-        written = self.model_dump(exclude_none=True, exclude_defaults=True)
-        return {**written, "role": role, "content": self.content or ""}
+        written = self.model_dump(exclude_none=True)
+        if self.role == "developer":
+            written["role"] = "system"
+        if not self.tool_calls:
+            del written["tool_calls"]
+        if self.reasoning is not None:
+            written.setdefault("reasoning_content", self.reasoning)
+        return {**written, "content": self.content or ""}
 
 
 class ChatBody(GenerationBody):

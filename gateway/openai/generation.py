@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from gateway.openai.body import Body, wrong
+from gateway.openai.body import Body, ModelBody, wrong
 from gateway.openai.fields import (
     INT64_MAX,
     MAX_TOKEN_IDS,
@@ -52,10 +52,9 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(Body):
+class GenerationBody(ModelBody):
     """What both endpoints take."""
 
-    model: str | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -15,22 +13,12 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.fakes.running_stack import PAGESTREAM, RunningStack
+from tests.fakes.running_stack import RunningStack
 from tests.fakes.schemas import random_schema
 
 pytestmark = pytest.mark.e2e
 
 ROOM = 1200  # tokens: more than the longest instance has
-
-
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[RunningStack]:
-    up = RunningStack([*PAGESTREAM, "up"], tmp_path_factory.mktemp("stack") / "data", models)
-    try:
-        up.wait_ready()
-        yield up
-    finally:
-        up.close()
 
 
 @pytest.fixture(scope="module")

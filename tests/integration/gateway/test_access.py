@@ -29,6 +29,9 @@ pytestmark = pytest.mark.redis
 WHO_MAY = {
     "POST /v1/completions": "user",
     "POST /v1/chat/completions": "user",
+    "POST /tokenize": "user",
+    "POST /detokenize": "user",
+    "GET /openapi.json": "user",
     "GET /v1/streams/{id}": "user",
     "GET /v1/requests": "user",
     "GET /v1/requests/{id}": "user",

@@ -329,7 +329,7 @@ def test_an_earlier_call_is_written_as_templates_know_it() -> None:
     assert written[0] == {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "c", "function": function}],
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
     }
     assert written[1] == {"role": "tool", "content": "5", "tool_call_id": "c"}
 
@@ -371,6 +371,12 @@ def test_tools_may_be_there_and_not_be_chosen() -> None:
     shape = {"response_format": {"type": "json_object"}}
     assert not chat(tools=TOOLS, tool_choice="none", **shape).chooses_tools
     assert not chat(tool_choice="none").chooses_tools
+
+
+def test_earlier_reasoning_is_written_as_templates_know_it() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        body = chat(messages=[{"role": "assistant", "content": "x", name: "hm"}])
+        assert body.messages[0].for_template()["reasoning_content"] == "hm"
 
 
 def test_a_developer_speaks_as_the_system() -> None:
