@@ -51,13 +51,7 @@ class Rolling:
         await self.pool.ready()
         async with aiohttp.ClientSession() as http, asyncio.timeout(PATIENCE_S):
             for url in self.urls:
-                while True:
-                    try:
-                        async with http.get(url + "/ready") as response:
-                            if response.status == 200:
-                                break
-                    except aiohttp.ClientError:
-                        pass
+                while not await has_its_model(http, url):
                     await asyncio.sleep(0.1)
 
     async def restart(self, *options: str) -> tuple[int, str]:
@@ -71,6 +65,16 @@ class Rolling:
         )
         said, _ = await process.communicate()
         return process.returncode or 0, said.decode()
+
+
+async def has_its_model(http: aiohttp.ClientSession, url: str) -> bool:
+    """Whether a gateway takes requests: it cannot tell that the oracle is what it serves."""
+    try:
+        async with http.get(url + "/v1/models") as response:
+            [card] = (await response.json())["data"]
+    except aiohttp.ClientError:
+        return False
+    return card["max_model_len"] is not None
 
 
 @asynccontextmanager
