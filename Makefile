@@ -18,7 +18,7 @@ UP_OPTIONS = $(strip $(call option,MODEL,model) $(call option,WORKERS,workers) \
   $(call option,GATEWAYS,gateways) $(call option,HOST,host) $(call option,PORT,port) \
   $(call option,REDIS,redis) $(call option,DATA_DIR,data-dir) $(call option,DEVICE,device))
 
-.PHONY: help up down test chaos soak check lint types contracts format bench docs clean
+.PHONY: help up down test chaos soak check lint types contracts format bench docs lock audit clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -63,6 +63,14 @@ bench: $(READY)   ## measurements, which gate nothing; REDIS=URL for those of th
 
 docs: $(READY)    ## write docs/configuration.md anew
 	$(BIN)/python -m pagestream.docs
+
+lock: $(READY)    ## pin what a production install consists of, and list its licences
+	$(BIN)/python deploy/lock
+
+audit: $(READY)   ## known flaws in what is pinned; asks the public index
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/python -m pip install --quiet pip-audit
+	build/audit/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock
 
 clean:            ## remove what tools leave behind; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

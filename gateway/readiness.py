@@ -21,6 +21,7 @@ from gateway.model_facts import ModelFacts, ModelFolderError, read_facts
 from gateway.tokenizer import Tokenizer
 from wire import model_store
 from wire.bus import Bus, BusError
+from wire.codec import WIRE_VERSION
 from wire.config import Settings, SettingsError
 from wire.service import HEARTBEAT_S
 
@@ -48,6 +49,7 @@ class Readiness:
         self._settings = settings
         self._bus = bus
         self._is_draining = False
+        self._is_understood = True  # by the scheduler that leads
         self._missing = "the model is being looked for"
         self._problem: str | None = "the pool has not been looked at yet"
         self.model: ServedModel | None = None
@@ -69,7 +71,7 @@ class Readiness:
 
     def served_model(self) -> ServedModel:
         """Give what a request needs of the model. Raises ApiError if none can be answered now."""
-        if self.model is None or self._is_draining:
+        if self.model is None or self._is_draining or not self._is_understood:
             message = f"this gateway cannot serve now: {self.problem}"
             raise unavailable(message, RETRY_LATER_S)
         return self.model
@@ -111,9 +113,17 @@ class Readiness:
 
     async def _look(self) -> str | None:
         """Find a leader, and a worker that is ready for our model."""
-        schedulers = await self._bus.processes("scheduler")
-        if not any(scheduler.get("state") == "leader" for scheduler in schedulers.values()):
+        schedulers = (await self._bus.processes("scheduler")).values()
+        leaders = [one for one in schedulers if one.get("state") == "leader"]
+        if not leaders:
             return "no scheduler leads"
+        spoken = {leader.get("wire", "1") for leader in leaders}
+        self._is_understood = str(WIRE_VERSION) in spoken
+        if not self._is_understood:
+            return (
+                f"the scheduler speaks version {min(spoken)} of the messages, and this gateway "
+                f"{WIRE_VERSION}"
+            )
         workers = (await self._bus.processes("worker")).values()
         hashes = {worker.get("model_hash") for worker in workers if worker.get("state") == "ready"}
         if not hashes:

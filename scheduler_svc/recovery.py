@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import structlog
 
 from wire.bus import Bus, Entry
-from wire.codec import WireError, decode, decode_as
+from wire.codec import VersionError, WireError, decode, decode_as
 from wire.keys import request_number
 from wire.messages import (
     AbortRequest,
@@ -22,6 +22,7 @@ from wire.messages import (
     ResumeRequest,
     token_ids,
 )
+from wire.service import StartupError
 
 log = structlog.get_logger()
 
@@ -59,13 +60,19 @@ def understand(entry: Entry) -> Submission:
 
 
 async def recover(bus: Bus) -> Found:
-    """Read the state of the pool as it was committed."""
+    """Read the state of the pool as it was committed.
+
+    Raises StartupError if another version wrote it: nothing is thrown away that a scheduler of that
+    version could go on with.
+    """
     found = Found([], [], await bus.tenants(), await bus.config(), "0-0")
     async for page in bus.scan(bus.keys.requests()):
         for entry in page:
             found.cursor = entry.entry_id
             try:
                 message = understand(entry)
+            except VersionError as error:
+                raise StartupError(f"the queue holds what another version wrote: {error}") from None
             except WireError as error:
                 log.error("entry_buried", entry=entry.entry_id, error=str(error))
                 await bus.bury(entry, str(error))
@@ -92,7 +99,10 @@ async def _logged_tokens(bus: Bus) -> dict[int, array[int]]:
     logged: dict[int, array[int]] = defaultdict(token_ids)
     async for page in bus.scan(bus.keys.log()):
         for entry in page:
-            committed = decode_as(CommittedTokens, entry.body)
+            try:
+                committed = decode_as(CommittedTokens, entry.body)
+            except VersionError as error:
+                raise StartupError(f"the log holds what another version wrote: {error}") from None
             if committed.is_checkpoint:
                 logged.clear()
                 continue

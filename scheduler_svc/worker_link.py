@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
+from wire.codec import WIRE_VERSION
 from wire.config import Settings, setting_name
 
 STREAM_TTL_S = 60
@@ -32,6 +33,10 @@ class WorkerLink:
     @classmethod
     def of(cls, name: str, fields: Mapping[str, str], now: float) -> WorkerLink:
         """Read what a ready worker registered. ValueError or KeyError if it makes no sense."""
+        if (spoken := fields.get("wire", "1")) != str(WIRE_VERSION):
+            raise ValueError(
+                f"it speaks version {spoken} of the messages, and this scheduler {WIRE_VERSION}"
+            )
         capacity = WorkerCapacity(
             num_blocks=int(fields["num_blocks"]),
             block_size=int(fields["block_size"]),

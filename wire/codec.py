@@ -5,8 +5,9 @@ Owns the format and nothing else; the only importer of msgpack. A message is the
 types and no objects but ours. Decoding trusts nothing: whatever is not exactly a message raises
 WireError, never anything else.
 
-A message may grow: new fields go to the end and have a default, which is what a reader finds when
-an older writer has left them out. Any other change needs a new WIRE_VERSION.
+A message may grow: new fields go to the end and have a default, and fields at the end that hold
+their default are left out. So an older reader understands a newer writer, until that uses what is
+new: then it refuses rather than do something else. Any other change needs a new WIRE_VERSION.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import types
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import (
     Annotated,
     Any,
@@ -51,6 +52,10 @@ Convert = Callable[[Any, str], Any]
 
 class WireError(ValueError):
     """Bytes that are no message of this version, or a value that no message may carry."""
+
+
+class VersionError(WireError):
+    """Bytes that may be a message, of a version that this process does not speak."""
 
 
 # ---------------------------------------------------------------- one coder a type
@@ -154,19 +159,28 @@ def _dataclass(cls: type) -> _Coder:
     hints = get_type_hints(cls, vars(messages), include_extras=True)
     names = [field.name for field in fields(cls)]
     coders = [(name, f"{cls.__name__}.{name}", _coder(hints[name])) for name in names]
-    required = sum(f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
+    defaults = [_default(field) for field in fields(cls)]
+    required = defaults.count(MISSING)
 
     def pack(message: Any, where: str) -> list[Any]:
         if type(message) is not cls:
             raise _mismatch(where, cls.__name__, message)
+        used = len(coders)
+        while used > required and _is_same(getattr(message, names[used - 1]), defaults[used - 1]):
+            used -= 1
         values = []
-        for name, path, coder in coders:
+        for name, path, coder in coders[:used]:
             value = getattr(message, name)
             values.append(value if type(value) is coder.plain else coder.pack(value, path))
         return values
 
     def unpack(values: Any, where: str) -> Any:
-        if type(values) is not list or not required <= len(values) <= len(coders):
+        if type(values) is list and len(values) > len(coders):
+            raise VersionError(
+                f"{cls.__name__}: {len(values)} fields, this process knows {len(coders)}: a newer "
+                "version wrote it, and uses what is new"
+            )
+        if type(values) is not list or len(values) < required:
             raise _mismatch(where, f"{required} to {len(coders)} fields", values)
         return cls(
             *[
@@ -176,6 +190,15 @@ def _dataclass(cls: type) -> _Coder:
         )
 
     return _Coder(pack, unpack)
+
+
+def _default(one: Field[Any]) -> Any:
+    return one.default if one.default_factory is MISSING else one.default_factory()
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    """Whether leaving the value out is the same as saying it."""
+    return type(value) is type(default) and bool(value == default)
 
 
 def _coder(hint: Any) -> _Coder:
@@ -249,7 +272,7 @@ def decode(body: bytes) -> Message:
         raise WireError("expected an array of version, tag and fields")
     version, tag, *rest = values
     if type(version) is not int or version != WIRE_VERSION:
-        raise WireError(f"version {version!r:.40}, this process speaks {WIRE_VERSION}")
+        raise VersionError(f"version {version!r:.40}, this process speaks {WIRE_VERSION}")
     if type(tag) is not int or tag not in _CLASSES:
         raise WireError(f"unknown tag {tag!r:.40}")
     cls = _CLASSES[tag]

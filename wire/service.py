@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import structlog
 
 from wire.bus import Bus, BusDownError, BusError, BusFullError
+from wire.codec import WIRE_VERSION
 from wire.config import Settings, SettingsError, load, without_password
 
 log = structlog.get_logger()
@@ -134,15 +135,17 @@ async def heartbeat(  # noqa: PLR0917 - who beats, then what it says: one line a
 ) -> NoReturn:
     """Say every HEARTBEAT_S that this process lives, until cancelled.
 
-    `fields` is asked anew for each beat; `beats`, `pid`, `host`, `started_ms` and `version` are
-    added to what it says. Redis may go and come back meanwhile. The first beat takes the name over;
-    raises FencedError once another incarnation has done the same.
+    `fields` is asked anew for each beat; `beats`, `pid`, `host`, `started_ms`, `version` and
+    `wire`, that of its messages, are added to what it says. Redis may go and come back meanwhile.
+    The first beat takes the name over; raises FencedError once another incarnation has done the
+    same.
     """
     who = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "started_ms": time.time_ns() // 1_000_000,
         "version": metadata.version("pagestream"),
+        "wire": WIRE_VERSION,
     }
     beats, is_registered, is_heard = 0, False, True
     while True:

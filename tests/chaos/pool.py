@@ -109,6 +109,10 @@ class Process:
         self._died.set()
         self.on_death()
 
+    def become(self, *arguments: str) -> None:
+        """Live the next lives as something else."""
+        self._command = [sys.executable, *arguments]
+
     def say(self, line: dict[str, Any]) -> None:
         """Write to its standard input; lost if it does not live."""
         if self._life is not None and self._life.stdin is not None:
