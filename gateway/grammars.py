@@ -7,6 +7,7 @@ whoever gets a stream has a grammar that works.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -107,15 +108,16 @@ class GrammarChecker:
         self._tokenizer: GrammarTokenizer | None = None  # read with the first grammar
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._num_jobs = 0
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # digests
 
     async def check(self, asked: AskedGrammar) -> None:
         """Raises ApiError if this is no grammar of something, or one that costs too much."""
         grammar = asked.text
         if len(grammar) > 2 * MAX_GRAMMAR_LENGTH:
             raise invalid(f"{asked.param}: {len(grammar)} characters are too many", asked.param)
-        if grammar in self._known:
-            self._known.move_to_end(grammar)
+        digest = hashlib.sha256(grammar.encode()).digest()
+        if digest in self._known:
+            self._known.move_to_end(digest)
             return
         if self._num_jobs >= MAX_JOBS:
             raise too_busy("too many grammars wait to be checked")
@@ -126,7 +128,7 @@ class GrammarChecker:
             raise _bad(error, asked.param) from None
         finally:
             self._num_jobs -= 1
-        self._known[grammar] = None
+        self._known[digest] = None
         if len(self._known) > NUM_KNOWN:
             self._known.popitem(last=False)
 

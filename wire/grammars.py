@@ -19,7 +19,7 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,  # about 20 ms to read the expressions of a grammar
     step_lexer_fuel=200_000,  # about 15 ms for the tokens that may come next
     step_max_items=50_000,
-    max_lexer_states=50_000,  # about 100 MB
+    max_lexer_states=20_000,  # about 40 MB
     max_grammar_size=100_000,
     verbose_errors=False,
 )
