@@ -22,8 +22,12 @@ from scheduler_svc.core.placement import (
 from scheduler_svc.core.plan import Plan
 from scheduler_svc.core.request import Request
 
-MAX_LOOKS = 128
-"""Requests of the line that one step looks at, whether it admits them or not."""
+MAX_EFFORT = 128
+"""Requests of the line that one step looks at, whether it admits them or not; fewer if there are
+many workers to judge."""
+
+LANES_PER_LOOK = 16
+"""Workers that are judged in about the time that one look at a request takes otherwise."""
 
 MAX_HOLD_S = 0.5
 """How long a request is kept for a worker that does not come for it."""
@@ -41,7 +45,7 @@ class Admission:
         self._lane = plan.lane
         self._promised = {request.num for request in promised}
         self._coming: dict[str, set[bytes]] = {}  # by worker, as far as asked
-        self._num_looks = 0
+        self._effort = 0
 
     def run(self) -> None:
         """Let all start that may, as far as budget, seats and blocks go."""
@@ -61,7 +65,7 @@ class Admission:
 
     def _is_open(self) -> bool:
         """Whether to look at the line at all: it is long, and a full worker takes nobody."""
-        if self._plan.budget <= 0 or self._num_looks >= MAX_LOOKS:
+        if self._plan.budget <= 0 or self._effort >= MAX_EFFORT:
             return False
         if self._state.policy.preempts or len(self._state.tenants) > 1:
             return True  # a seat may be made
@@ -76,7 +80,7 @@ class Admission:
     def _consider(self, request: Request) -> bool:
         """Admit a request, or leave it; False if nobody behind it may pass."""
         lane, config = self._lane, self._state.config
-        self._num_looks += 1
+        self._effort += 1
         if not self._is_ready(request):
             # Its last result is on its way: nobody takes its room on this worker meanwhile.
             return request.worker != lane.worker
@@ -114,8 +118,10 @@ class Admission:
         lane, config = self._lane, self._state.config
         bound = self._bound.get(request)
         if bound is None:
-            place = place_on(request, lane, config) if request.num in self._promised else None
-            return place or self._fleet.best_place(request)
+            if request.num in self._promised and (place := place_on(request, lane, config)):
+                return place
+            self._effort += len(self._state.lanes) // LANES_PER_LOOK
+            return self._fleet.best_place(request)
         if bound is lane and lane.is_short():
             return None
         place = place_on(request, lane, config)

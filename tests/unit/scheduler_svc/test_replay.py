@@ -114,11 +114,11 @@ def test_a_changed_argument_is_found() -> None:
 
 def test_a_call_that_fails_is_named() -> None:
     lines = recorded_run()
-    lines.append(json.dumps({"call": "schedule", "args": ["w0", None]}) + "\n")
+    lines.append(json.dumps({"call": "abort_request", "args": []}) + "\n")
     report = replay(lines)
     assert report.difference is not None
     assert report.difference.line == len(lines)
-    assert "KeyError" in report.difference.replayed
+    assert "TypeError" in report.difference.replayed
 
 
 def test_a_recording_that_breaks_off_is_replayed_as_far_as_it_goes() -> None:

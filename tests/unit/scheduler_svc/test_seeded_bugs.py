@@ -93,6 +93,28 @@ def the_same_again() -> None:
         world.finish_everything()
 
 
+def prompts_in_pieces() -> None:
+    """Two prompts begin alike, and each step computes a piece that is no whole number of blocks."""
+    config = SchedulerConfig(12, 8, long_prefill_token_threshold=6)
+    world = World(config, WorkerCapacity(20, 4, 1000))
+    for rest in (5, 6):
+        world.add([*range(1, 9), *[rest] * 12], max_tokens=4)
+    world.finish_everything()
+
+
+def swapped_within_its_prompt() -> None:
+    """Memory runs out while a prompt is half computed, and it is swapped."""
+    config = SchedulerConfig(5, 5, reserve_full_prompt=False, preemption_mode="swap")
+    world = World(config, WorkerCapacity(8, 4, 1000, num_cpu_blocks=20))
+    world.add([1, 2, 3], max_tokens=20)
+    world.step("w0"), world.result("w0")
+    world.add([6] * 26, max_tokens=3)
+    while world.scheduler.requests:
+        turn(world)
+    assert world.scheduler.totals.num_swaps
+    world.finish_everything()
+
+
 def crowded_world(mode: PreemptionMode, depth: int = 2) -> World:
     config = SchedulerConfig(max_num_batched_tokens=32, max_num_seqs=20, preemption_mode=mode)
     world = World(config, WorkerCapacity(12, 4, 1000, num_cpu_blocks=20), depth=depth)
@@ -167,7 +189,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCacheManager, "allocate_slots", allocate_slots)
 
 
-@bug("a block is published before all its tokens are computed")
+@bug("a block is published before all its tokens are computed", caught_by=prompts_in_pieces)
 def _(patch: pytest.MonkeyPatch) -> None:
     publish = KVCacheManager.publish
 
@@ -330,7 +352,10 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(preemption, "swap_out", backwards)
 
 
-@bug("a swapped request resumes with one computed token too many")
+@bug(
+    "a swapped request resumes with one computed token too many",
+    caught_by=swapped_within_its_prompt,
+)
 def _(patch: pytest.MonkeyPatch) -> None:
     swap_out = preemption.swap_out
 
