@@ -30,6 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_redis: runs on every kind of Redis server")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the long ones out unless they are asked for."""
+    if "long" in config.getoption("markexpr"):
+        return
+    long = [item for item in items if item.get_closest_marker("long")]
+    config.hook.pytest_deselected(items=long)
+    items[:] = [item for item in items if item not in long]
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "redis_kind" not in metafunc.fixturenames:
         return

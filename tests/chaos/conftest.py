@@ -13,15 +13,6 @@ from tests.chaos.scene import POISON, Scene
 from tests.fakes.redis_server import KINDS, find_binary
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the long ones out unless they are asked for."""
-    if "long" in config.getoption("markexpr"):
-        return
-    long = [item for item in items if item.get_closest_marker("long")]
-    config.hook.pytest_deselected(items=long)
-    items[:] = [item for item in items if item not in long]
-
-
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def scene() -> AsyncIterator[Scene]:
     """Two schedulers, two gateways and a worker with little memory, slow enough to be hit."""
