@@ -144,7 +144,8 @@ class TokenCounts:
 
     def add(self, token_id: int) -> None:
         """Count an output token."""
-        self._counts[self._find(token_id)] += 1
+        place = self._find(token_id)  # which may make room
+        self._counts[place] += 1
 
     @property
     def ids(self) -> IntArray:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.logits_processor import LogitsProcessor
+from gpu_worker.logits_processor import LogitsProcessor, TokenCounts
 from gpu_worker.model_runner import ModelRunner
 from tests.fakes import tiny_models
 from tests.fakes.plain_sampling import plain_answer, processed
@@ -139,3 +139,16 @@ def test_what_allows_no_token_is_the_fault_of_that_request_alone(
         driver.add(req, [1, 2, 3], how)
     result = execute(runner, driver.step(start={1: 3, 2: 3, 3: 3}))
     assert {(error.req, error.code) for error in result.errors} == {(2, "invalid"), (3, "invalid")}
+
+
+def test_any_number_of_tokens_is_counted() -> None:
+    """More than there was room for at first, whether they come with the prompt or one by one."""
+    prompt, output = list(range(50)), [*range(40, 700), *range(300)]
+    counts = TokenCounts(prompt, [])
+    for token in output:
+        counts.add(token)
+    found = dict(zip(counts.ids.tolist(), counts.counts.tolist(), strict=True))
+    assert found == {token: output.count(token) for token in range(700)}
+    at_once = TokenCounts(prompt, output)
+    assert at_once.ids.tolist() == counts.ids.tolist()
+    assert at_once.counts.tolist() == counts.counts.tolist()
