@@ -107,7 +107,7 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     num_rows, num_tokens = logits.shape
     if logits.device.type != "cpu" or num_tokens % _CHUNK:
-        return logits.max(dim=-1)  # type: ignore[return-value]  # a named tuple
+        return logits.max(dim=-1)
     chunks = logits.view(num_rows, -1, _CHUNK)
     largest, chunk = chunks.amax(-1).max(-1)
     token = chunks[torch.arange(num_rows), chunk].max(-1).indices

@@ -33,7 +33,7 @@ class SwapPool:
             for pool in backend.cache(layer):
                 self._pairs.append((pool, _like(pool, num_cpu_blocks)))
         device = self._pairs[0][0].device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def copy(self, copies: Sequence[BlockCopies]) -> int:
         """Do the copies of a step, one after the other; microseconds that the step waits for them.
