@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.cpu import CpuAttention, Step
-from gpu_worker.native import library
+from gpu_worker.native import library, memory
 from gpu_worker.native.packing import COLS, LinearStruct, PackedLinear
 
 PHASES = ("matrix products", "attention", "rotary and cache write", "norms and rest")
@@ -132,7 +132,7 @@ class NativeDecoder:
         self._seconds = (ctypes.c_double * len(PHASES))()
         self._work.seconds = ctypes.addressof(self._seconds)
         size = self._library.arena_size(*map(ctypes.byref, (self._decoder, Step(), self._work)))
-        self._arena = torch.zeros(size + 64, dtype=torch.uint8)
+        self._arena = memory.empty([size + 64], torch.uint8)  # fresh pages are zeros
         self._work.x = self._x.data_ptr()
         self._work.arena = -(-self._arena.data_ptr() // 64) * 64
 
@@ -181,6 +181,7 @@ class NativeDecoder:
 
     def _head_of(self, rows: Tensor) -> Tensor:
         """Have the logits of rows (N,) computed into the tensor that is returned."""
+        assert len(rows) <= self._work.max_tokens, "the memory of a forward is for so many rows"
         logits = torch.empty(len(rows), self._decoder.vocab)
         self._work.logits_indices, self._work.num_logits = rows.data_ptr(), len(rows)
         self._work.logits = logits.data_ptr()

@@ -122,7 +122,13 @@ def pick_device(settings: Settings) -> torch.device:
 def pick_dtype(
     settings: Settings, checkpoint: torch.dtype | None, device: torch.device
 ) -> torch.dtype:
-    """The dtype of DTYPE; `auto`: the checkpoint's where the device is fast at it, else float32."""
+    """The dtype of DTYPE; `auto`: the checkpoint's where the device is fast at it, else float32.
+
+    Raises SettingsError for one that the device lacks.
+    """
+    lacks_bfloat16 = device.type == "cuda" and torch.bfloat16 not in _fast_dtypes(device)
+    if settings.dtype == "bfloat16" and lacks_bfloat16:
+        raise SettingsError("DTYPE=bfloat16: this GPU has none; float16 and float32 work here")
     if settings.dtype != "auto":
         chosen = getattr(torch, settings.dtype)
         assert isinstance(chosen, torch.dtype)
@@ -168,6 +174,9 @@ class _Probe(AttentionBackend):
         self.attention: dict[int, LayerAttention] = {}
 
     def alloc_kv(self, shapes: Sequence[KVShape], num_blocks: int) -> None: ...
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("nothing is stored")
 
     def begin_step(self, metadata: AttentionMetadata) -> None: ...
 

@@ -8,8 +8,9 @@ not known, or does not pass, runs untouched.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -26,8 +27,10 @@ from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.dense import attend_causal
 from gpu_worker.decoder import DecoderLayer, DecoderWeights, NativeDecoder
 from gpu_worker.model_loader import ATTENTION_NAME, LoadedModel
+from gpu_worker.native import packing
 from gpu_worker.native.library import NoLibraryError
-from gpu_worker.native.packing import HALF, interleaved, pack
+from gpu_worker.native.memory import Pages
+from gpu_worker.native.packing import HALF, PackedLinear, interleaved
 from wire.config import Settings, SettingsError
 
 log = structlog.get_logger()
@@ -101,17 +104,18 @@ def extract(model: LoadedModel, kind: torch.dtype) -> DecoderWeights:
     module, config = model.module, model.module.config
     _refuse_unknown(model)
     first = module.model.layers[0].self_attn
+    pack = partial(packing.pack, kind=kind, pages=Pages())
     positions = torch.arange(model.max_model_len)
     cos, sin = module.model.rotary_emb(torch.zeros(1, dtype=torch.float32), positions[None])
     half = first.head_dim // 2
     return DecoderWeights(
         layers=[
-            _layer(layer, how.sliding_window or 0, kind)
+            _layer(layer, how.sliding_window or 0, pack)
             for layer, how in zip(module.model.layers, model.attention, strict=True)
         ],
         embedding=module.model.embed_tokens.weight.detach(),
         norm=_floats(module.model.norm),
-        head=pack(module.lm_head.weight, module.lm_head.bias, kind),
+        head=pack(module.lm_head.weight, module.lm_head.bias),
         cos=cos[0, :, :half].contiguous(),
         sin=sin[0, :, :half].contiguous(),
         intermediate=config.intermediate_size,
@@ -137,7 +141,7 @@ def _refuse_unknown(model: LoadedModel) -> None:
         raise CannotPrepareError(f"a size is no multiple of {HALF}")
 
 
-def _layer(layer: Any, window: int, kind: torch.dtype) -> DecoderLayer:
+def _layer(layer: Any, window: int, pack: Callable[..., PackedLinear]) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     has_bias = projections[0].bias is not None
@@ -150,10 +154,10 @@ def _layer(layer: Any, window: int, kind: torch.dtype) -> DecoderLayer:
         post_norm=_floats(layer.post_attention_layernorm),
         q_norm=_floats(attention.q_norm) if is_normed else None,
         k_norm=_floats(attention.k_norm) if is_normed else None,
-        qkv=pack(torch.cat([p.weight for p in projections]), bias, kind),
-        out=pack(attention.o_proj.weight, attention.o_proj.bias, kind),
-        gate_up=pack(interleaved(mlp.gate_proj.weight, mlp.up_proj.weight), None, kind),
-        down=pack(mlp.down_proj.weight, mlp.down_proj.bias, kind),
+        qkv=pack(torch.cat([p.weight for p in projections]), bias),
+        out=pack(attention.o_proj.weight, attention.o_proj.bias),
+        gate_up=pack(interleaved(mlp.gate_proj.weight, mlp.up_proj.weight), None),
+        down=pack(mlp.down_proj.weight, mlp.down_proj.bias),
         window=window,
     )
 
@@ -170,6 +174,9 @@ class _OneSequence(AttentionBackend):
     """A sequence that is run in one piece: nothing has to be kept from call to call."""
 
     def alloc_kv(self, shapes: Sequence[KVShape], num_blocks: int) -> None: ...
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("nothing is stored")
 
     def begin_step(self, metadata: AttentionMetadata) -> None: ...
 

@@ -65,6 +65,9 @@ class AttentionBackend(Protocol):
     def alloc_kv(self, shapes: Sequence[KVShape], num_blocks: int) -> None:
         """Make the cache: `num_blocks` blocks of every layer."""
 
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The blocks of a layer, K and V, in whatever layout: (num_blocks, …)."""
+
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """Prepare what all layers of a step share."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import AttentionMetadata, KVShape, LayerAttention
-from gpu_worker.native import library
+from gpu_worker.native import library, memory
 from gpu_worker.native.library import NoLibraryError
 
 GROUP = 16  # tokens that lie side by side
@@ -67,7 +67,7 @@ class CpuAttention:
             heads, size = shape.num_kv_heads, self._block_size
             key = (num_blocks, heads, size // GROUP, shape.key_dim, GROUP)
             value = (num_blocks, heads, size, shape.value_dim)
-            made = (torch.empty(key, dtype=self._dtype), torch.empty(value, dtype=self._dtype))
+            made = (memory.empty(key, self._dtype), memory.empty(value, self._dtype))
             self._caches.append(made)
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:

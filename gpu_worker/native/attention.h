@@ -22,6 +22,7 @@ namespace {
 constexpr int GROUP = 16;          // tokens of a group
 constexpr int LANES = GROUP / VL;  // registers that hold one number for each token of a group
 constexpr int R = 12;              // rows of a full tile
+constexpr int AHEAD_GROUPS = 2;    // groups that are asked for before they are needed
 
 static_assert(GROUP % VL == 0 && DV % VL == 0, "sizes are multiples of the vector length");
 
@@ -45,6 +46,8 @@ template <class T, int N>
 void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64_t *blocks,
                  int64_t head, const Layer &layer) {
     constexpr int W = DV / VL;
+    constexpr int SLICES = N <= 4 && W % 4 == 0 ? 4 : N <= 8 && W % 2 == 0 ? 2 : 1;
+    static_assert(DK % 2 == 0, "numbers of a key are added up in pairs");
     alignas(64) float q[DK][N];
     vec acc[N][W];
     float top[N];   // running maximum of each row
@@ -67,29 +70,35 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
     for (int i = 0; i < VL; i++) lane[i] = float(i);
 
     const int64_t groups_per_block = layer.block_size / GROUP;
+    const auto keys_of = [&](int64_t g) {
+        const int64_t at = blocks[g / groups_per_block] * layer.num_kv_heads + head;
+        return keys + (at * groups_per_block + g % groups_per_block) * DK * GROUP;
+    };
+    const auto values_of = [&](int64_t g) {
+        const int64_t at = blocks[g / groups_per_block] * layer.num_kv_heads + head;
+        return values + (at * layer.block_size + g % groups_per_block * GROUP) * DV;
+    };
     for (int64_t g = begin / GROUP; g * GROUP < end; g++) {
         const int64_t t0 = g * GROUP;
-        const int64_t at = blocks[g / groups_per_block] * layer.num_kv_heads + head;
-        const int64_t in_block = g % groups_per_block;
-        const T *k = keys + (at * groups_per_block + in_block) * DK * GROUP;
-        const T *v = values + (at * layer.block_size + in_block * GROUP) * DV;
-        if ((g + 1) * GROUP < end) {  // the next group is somewhere else in memory
-            const int64_t next = blocks[(g + 1) / groups_per_block] * layer.num_kv_heads + head;
-            const int64_t inner = (g + 1) % groups_per_block;
-            const char *nk = (const char *)(keys + (next * groups_per_block + inner) * DK * GROUP);
-            const char *nv = (const char *)(values + (next * layer.block_size + inner * GROUP) * DV);
-            for (size_t o = 0; o < DK * GROUP * sizeof(T); o += 64) __builtin_prefetch(nk + o);
-            for (size_t o = 0; o < DV * GROUP * sizeof(T); o += 64) __builtin_prefetch(nv + o);
-        }
+        const T *k = keys_of(g), *v = values_of(g);
+        // Groups are all over the memory. One further on is asked for, a little at a time, so that
+        // it comes while this one is computed.
+        const int64_t next = (g + AHEAD_GROUPS) * GROUP < end ? g + AHEAD_GROUPS : g;
+        const char *next_k = (const char *)keys_of(next), *next_v = (const char *)values_of(next);
 
-        vec s[N][LANES];
+        vec s[N][LANES], odd[N][LANES];  // two sums for each: adding up has a latency
         for (int r = 0; r < N; r++)
-            for (int l = 0; l < LANES; l++) s[r][l] = vec{};
-        for (int d = 0; d < DK; d++)
+            for (int l = 0; l < LANES; l++) s[r][l] = odd[r][l] = vec{};
+        for (int d = 0; d < DK; d += 2)
             for (int l = 0; l < LANES; l++) {
-                const vec kd = load(k + d * GROUP + l * VL);
-                for (int r = 0; r < N; r++) s[r][l] += kd * q[d][r];
+                __builtin_prefetch(next_k + (d * GROUP + l * VL) * sizeof(T));
+                const vec k0 = load(k + d * GROUP + l * VL);
+                const vec k1 = load(k + (d + 1) * GROUP + l * VL);
+                for (int r = 0; r < N; r++) s[r][l] += k0 * q[d][r];
+                for (int r = 0; r < N; r++) odd[r][l] += k1 * q[d + 1][r];
             }
+        for (int r = 0; r < N; r++)
+            for (int l = 0; l < LANES; l++) s[r][l] += odd[r][l];
 
         const bool is_edge = t0 < full_begin || t0 + GROUP > full_end;
         alignas(64) float p[N][GROUP];
@@ -112,7 +121,7 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
                 continue;
             }
             if (peak > top[r]) {
-                const float shrink = std::exp2(top[r] - peak);
+                const float shrink = exp2v(all(top[r] - peak))[0];
                 total[r] *= shrink;
                 for (int w = 0; w < W; w++) acc[r][w] *= shrink;
                 top[r] = peak;
@@ -129,14 +138,18 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
         // Beyond the end the cache may hold anything, NaN among it: it is not read.
         const int from = int(std::max<int64_t>(begin - t0, 0));
         const int to = int(std::min<int64_t>(end - t0, GROUP));
-        for (int w = 0; w < W; w++) {  // one slice of N accumulators stays in registers
-            vec a[N];
-            for (int r = 0; r < N; r++) a[r] = acc[r][w];
-            for (int t = from; t < to; t++) {
-                const vec vt = load(v + t * DV + w * VL);
-                for (int r = 0; r < N; r++) a[r] += vt * p[r][t];
-            }
-            for (int r = 0; r < N; r++) acc[r][w] = a[r];
+        for (int w = 0; w < W; w += SLICES) {  // these accumulators stay in registers
+            vec a[N][SLICES];
+            for (int r = 0; r < N; r++)
+                for (int i = 0; i < SLICES; i++) a[r][i] = acc[r][w + i];
+            for (int t = from; t < to; t++)
+                for (int i = 0; i < SLICES; i++) {
+                    __builtin_prefetch(next_v + (t * DV + (w + i) * VL) * sizeof(T));
+                    const vec vt = load(v + t * DV + (w + i) * VL);
+                    for (int r = 0; r < N; r++) a[r][i] += vt * p[r][t];
+                }
+            for (int r = 0; r < N; r++)
+                for (int i = 0; i < SLICES; i++) acc[r][w + i] = a[r][i];
         }
     }
     for (int r = 0; r < N; r++) {

@@ -159,11 +159,18 @@ void tile_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int
     _tile_zero(3);
     for (int64_t i = 0; i < k; i += STEP) {
         const char *at = (const char *)(w + i * COLS);
-        for (int o = 0; o < 2048; o += 64) __builtin_prefetch(at + AHEAD + o, 0, 2);
+        const auto ask = [&](int quarter) {  // little at a time, or it holds up the tiles
+            for (int o = 0; o < 512; o += 64)
+                __builtin_prefetch(at + AHEAD + quarter * 512 + o, 0, 2);
+        };
+        ask(0);
         _tile_loadd(6, at, 128);
+        ask(1);
         _tile_loadd(7, at + 64, 128);
         _tile_loadd(4, a + i, a_bytes);
+        ask(2);
         MULTIPLY_ADD(0, 4, 6);
+        ask(3);
         MULTIPLY_ADD(1, 4, 7);
         if constexpr (TWO) {
             _tile_loadd(5, a + 16 * stride + i, a_bytes);
@@ -234,8 +241,9 @@ void quantize(int64_t n, Numbers numbers, uint8_t *out, float *scale) {
     const float peak = max_of(most), factor = peak > 0 ? 127.f / peak : 0.f;
     for (int64_t i = 0; i < n; i += VL) {
         // Adding 1.5 * 2^23 rounds to the nearest integer, which then is in the lower bits.
-        const ivec rounded = (ivec)(numbers(i) * factor + (12582912.f + ZERO));
-        for (int l = 0; l < VL; l++) out[i + l] = uint8_t(rounded[l]);
+        const uvec rounded = (uvec)(numbers(i) * factor + (12582912.f + ZERO));
+        const bvec bytes = quartered(rounded);
+        memcpy(out + i, &bytes, sizeof bytes);
     }
     *scale = peak / 127.f + sum_of(none);
 }

@@ -21,6 +21,7 @@ constexpr float NONE = -INFINITY;
 typedef float vec __attribute__((vector_size(VL * 4)));
 typedef int32_t ivec __attribute__((vector_size(VL * 4)));
 typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
+typedef uint8_t bvec __attribute__((vector_size(VL)));
 typedef uint16_t hvec __attribute__((vector_size(VL * 2)));
 
 inline float to_float(float x) { return x; }
@@ -41,14 +42,27 @@ inline vec load(const float *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
+// Compilers turn a change of width into several instructions where there is one, so it is named.
+#if VL == 16 && defined(__AVX512F__)
+inline uvec widened(hvec h) { return (uvec)_mm512_cvtepu16_epi32((__m256i)h); }
+inline hvec halved(uvec v) { return (hvec)_mm512_cvtepi32_epi16((__m512i)v); }
+inline bvec quartered(uvec v) { return (bvec)_mm512_cvtepi32_epi8((__m512i)v); }
+#else
+inline uvec widened(hvec h) { return __builtin_convertvector(h, uvec); }
+inline hvec halved(uvec v) { return __builtin_convertvector(v, hvec); }
+inline bvec quartered(uvec v) { return __builtin_convertvector(v, bvec); }
+#endif
 inline vec load(const uint16_t *p) {
     hvec h;
     memcpy(&h, p, sizeof h);
-    return (vec)(__builtin_convertvector(h, uvec) << 16);
+    return (vec)(widened(h) << 16);
 }
 inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
-inline void store(uint16_t *p, vec v) {
-    for (int i = 0; i < VL; i++) put(p + i, v[i]);
+inline void store(uint16_t *p, vec v) {  // as `put` rounds
+    const uvec bits = (uvec)v, none = (uvec)(v != v);
+    const uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const hvec h = halved((rounded & ~none) | (none & 0x7fc0));
+    memcpy(p, &h, sizeof h);
 }
 inline vec all(float x) { return vec{} + x; }
 inline vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
@@ -74,23 +88,28 @@ inline vec tanhv(vec y) {  // by exp2 of something <= 0, so that nothing overflo
 }
 inline vec sigmoidv(vec y) {  // likewise
     vec e = exp2v(pick(y < all(0.f), y, -y) * LOG2E);
-    return pick(y < all(0.f), e / (1.f + e), 1.f / (1.f + e));
+    const vec share = 1.f / (1.f + e);
+    return pick(y < all(0.f), e * share, share);
 }
-inline ivec turned(int by) {  // lanes, `by` places further
+template <int BY>
+inline vec turned(vec v) {  // what is BY lanes further on
     ivec lanes;
-    for (int i = 0; i < VL; i++) lanes[i] = (i + by) % VL;
-    return lanes;
+    for (int i = 0; i < VL; i++) lanes[i] = (i + BY) % VL;
+    return __builtin_shuffle(v, lanes);
 }
+template <int HALF = VL / 2>
 inline float max_of(vec v) {  // of those that are numbers
-    for (int half = VL / 2; half > 0; half /= 2) {
-        const vec other = __builtin_shuffle(v, turned(half));
-        v = pick((other > v) | (v != v), other, v);
+    if constexpr (HALF == 0) {
+        return v[0];
+    } else {
+        const vec other = turned<HALF>(v);
+        return max_of<HALF / 2>(pick((other > v) | (v != v), other, v));
     }
-    return v[0];
 }
+template <int HALF = VL / 2>
 inline float sum_of(vec v) {
-    for (int half = VL / 2; half > 0; half /= 2) v += __builtin_shuffle(v, turned(half));
-    return v[0];
+    if constexpr (HALF == 0) return v[0];
+    else return sum_of<HALF / 2>(v + turned<HALF>(v));
 }
 
 }  // namespace

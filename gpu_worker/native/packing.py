@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gpu_worker.native.memory import Pages
+
 COLS = 32  # outputs of a panel
 INPUTS = 64  # inputs are padded to a multiple of this, which is whole tiles for every type
 HALF = COLS // 2
@@ -46,7 +48,7 @@ class PackedLinear:
         return LinearStruct(self.weights.data_ptr(), *addresses, panels * cols, groups * pack)
 
 
-def pack(weight: Tensor, bias: Tensor | None, kind: torch.dtype) -> PackedLinear:
+def pack(weight: Tensor, bias: Tensor | None, kind: torch.dtype, pages: Pages) -> PackedLinear:
     """Pack a weight (N, K), and perhaps a bias (N,), for products in float32, bfloat16 or int8."""
     outputs, inputs = weight.shape
     padding = -outputs % COLS
@@ -59,7 +61,8 @@ def pack(weight: Tensor, bias: Tensor | None, kind: torch.dtype) -> PackedLinear
     if bias is not None:
         bias = pad(bias.float(), (0, padding))
     panels = weight.to(kind).view(-1, COLS, weight.shape[1] // _PACK[kind], _PACK[kind])
-    return PackedLinear(panels.transpose(1, 2).contiguous(), scales, sums, bias)
+    panels = panels.transpose(1, 2)
+    return PackedLinear(pages.take(panels.shape, kind).copy_(panels), scales, sums, bias)
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:

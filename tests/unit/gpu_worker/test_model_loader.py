@@ -130,6 +130,16 @@ def test_a_gpu_that_is_not_there_is_a_bad_setting(tiny_folder: Callable[[str], P
         load_model(load(device="cuda"), tiny_folder("llama"))
 
 
+def test_a_dtype_that_the_gpu_lacks_is_a_bad_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(SettingsError, match=r"DTYPE=bfloat16: this GPU has none; float16"):
+        pick_dtype(load(dtype="bfloat16"), torch.bfloat16, gpu)
+    assert pick_dtype(load(), torch.bfloat16, gpu) == torch.float32
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert pick_dtype(load(dtype="bfloat16"), torch.float32, gpu) == torch.bfloat16
+
+
 def test_requests_may_be_shorter_but_not_longer_than_the_model_was_made_for() -> None:
     config = tiny_models.llama()
     assert pick_max_model_len(load(max_model_len=100), config) == 100
