@@ -19,7 +19,7 @@ from wire.config import Settings, setting_name
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SETTINGS = {setting_name(name) for name in Settings.model_fields}
 OTHER_NAMES = {  # variables of make, pip, docker and the shell
-    *("ARGS", "CI", "GATEWAYS", "WORKERS", "TORCH", "TORCH_INDEX", "PATH"),
+    *("ARGS", "CI", "GATEWAYS", "WORKERS", "TEST_PROMPTS", "TORCH", "TORCH_INDEX", "PATH"),
     *("NAME", "VALUE", "KEY", "URL", "JSON", "HOST", "SIGTERM", "SIGHUP", "BLOCK"),
 }
 
