@@ -57,7 +57,18 @@ def test_commands_exist(page: Path) -> None:
 def test_settings_exist(page: Path) -> None:
     code = " ".join(re.findall(r"`([^`\n]+)`", text_of(page)))
     names = set(re.findall(r"\b(?:PAGESTREAM_)?([A-Z][A-Z_]{2,})\b(?==|\s|$)", code))
-    commands = {"HGETALL", "XLEN", "ZRANGE", "HGET", "GET", "XREVRANGE", "XRANGE", "COUNT", "XADD"}
+    commands = {
+        "CONFIG",
+        "HGETALL",
+        "XLEN",
+        "ZRANGE",
+        "HGET",
+        "GET",
+        "XREVRANGE",
+        "XRANGE",
+        "COUNT",
+        "XADD",
+    }
     verbs = {"GET", "POST", "PATCH", "DELETE"}
     others = {"PAGESTREAM_NAME", "XREAD", "DATA_DIR"}
     assert names <= SETTINGS | OTHER_NAMES | commands | verbs | others

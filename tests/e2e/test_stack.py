@@ -17,6 +17,14 @@ pytestmark = pytest.mark.e2e
 PROMPT = "The capital of France is"
 
 
+@pytest.fixture(autouse=True)
+def _a_hangup_is_heard() -> Iterator[None]:
+    """Under `nohup` it is not, here and in every child."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.fixture
 def start(tmp_path: Path, models: Path) -> Iterator[Callable[..., RunningStack]]:
     started: list[RunningStack] = []

@@ -156,9 +156,11 @@ class RunningStack:
     def close(self) -> None:
         """End whatever a failed test has left."""
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
         for process in self.leftovers():
             process.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def free_port() -> int:
