@@ -108,7 +108,7 @@ def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, num_tokens = logits.shape
     if logits.device.type != "cpu" or num_tokens % _CHUNK:
         return logits.max(dim=-1)
-    chunks = logits.view(num_rows, -1, _CHUNK)
+    chunks = logits.view(num_rows, num_tokens // _CHUNK, _CHUNK)
     largest, chunk = chunks.amax(-1).max(-1)
     token = chunks[torch.arange(num_rows), chunk].max(-1).indices
     return largest, chunk * _CHUNK + token

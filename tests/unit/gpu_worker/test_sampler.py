@@ -46,6 +46,21 @@ def test_greedy_takes_the_lowest_token_of_equals() -> None:
         assert found.token_ids.tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("num_tokens", [100, 256, 640])
+def test_greedy_takes_the_largest_in_a_vocabulary_of_any_size(num_tokens: int) -> None:
+    logits = torch.randn(4, num_tokens, generator=torch.Generator().manual_seed(3))
+    logits[2, [num_tokens - 1, 70, 71]] = 9.0  # equals
+    expected = [int(row.argmax()) for row in logits]
+    expected[2] = 70
+    assert draw(logits, [params(temperature=0.0)] * 4).token_ids.tolist() == expected
+
+
+@pytest.mark.parametrize("num_tokens", [100, 256])
+def test_a_step_in_which_nobody_samples_is_one(num_tokens: int) -> None:
+    found = draw(torch.empty(0, num_tokens), [])
+    assert found.token_ids.tolist() == found.is_finite.tolist() == []
+
+
 def test_an_all_greedy_batch_prepares_nothing_to_draw() -> None:
     assert make_metadata(SamplingColumns(3), np.arange(3), np.zeros(3, np.int64), CPU) is None
 
