@@ -67,9 +67,13 @@ def test_gateways_share_the_port_and_workers_the_requests(
     up = start(*PAGESTREAM, "up", "--gateways", "2", "--workers", "2")
     up.wait_ready()
     assert "Paris" in up.complete(PROMPT)
-    seen = json.loads(up.run("ps", "--json").stdout)["processes"]
-    roles = sorted(one["role"] for one in seen)
-    assert roles == ["gateway", "gateway", "redis", "scheduler", "worker", "worker"]
+
+    def are_all_seen() -> bool:
+        seen = json.loads(up.run("ps", "--json").stdout)["processes"]
+        roles = sorted(one["role"] for one in seen)
+        return roles == ["gateway", "gateway", "redis", "scheduler", "worker", "worker"]
+
+    up.wait_until(are_all_seen, "two gateways and two workers")
     assert up.run("down").returncode == 0
     assert up.wait_end() == 0
     assert up.leftovers() == []

@@ -239,7 +239,7 @@ async def test_a_heart_says_who_beats_and_asks_anew_each_time(bus: Bus):
     assert first["pid"] == str(os.getpid())
     assert first["state"] == "ready"
     assert set(first) == {
-        "incarnation", "pid", "host", "started_ms", "version", "state", "asked", "beats",
+        "incarnation", "pid", "host", "started_ms", "version", "wire", "state", "asked", "beats",
     }  # fmt: skip
     assert int(second["beats"]) > int(first["beats"])
     assert second["beats"] == second["asked"]
