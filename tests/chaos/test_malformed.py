@@ -15,8 +15,9 @@ import aiohttp
 import pytest
 
 from tests.chaos import malformed
-from tests.chaos.pool import START_S, Pool
+from tests.chaos.pool import Pool
 from tests.fakes.gateway_pool import FACTS, neutral
+from tests.fakes.gateway_process import until_served
 from tests.fakes.gateway_world import TOKENIZER
 from tests.fakes.running_stack import free_port
 from tests.fakes.tokenizers import write_model_folder
@@ -80,17 +81,3 @@ async def test_malformed_requests_hurt_nobody(count: int, redis_kind: str, tmp_p
             assert not pool.tracebacks()
     finally:
         await pool.close()
-
-
-async def until_served(url: str) -> None:
-    """Wait until the gateway has its model, so that it takes requests."""
-    async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
-        while True:
-            try:
-                async with http.get(f"{url}/v1/models") as response:
-                    [card] = (await response.json())["data"]
-                    if card["max_model_len"] is not None:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.05)

@@ -32,19 +32,6 @@ class GatewayProcess:
                     pass
                 await asyncio.sleep(0.05)
 
-    async def has_its_model(self) -> None:
-        """Wait until it takes requests, whoever else is there."""
-        async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
-            while True:
-                try:
-                    async with http.get(f"{self.url}/v1/models") as response:
-                        [card] = (await response.json())["data"]
-                        if card["max_model_len"] is not None:
-                            return
-                except aiohttp.ClientError:
-                    pass
-                await asyncio.sleep(0.05)
-
     async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
         """Ask it to end; its exit code and what it said."""
         self.process.send_signal(number)
@@ -81,3 +68,17 @@ async def starting(**common: Any) -> AsyncIterator[Start]:
             if process.returncode is None:
                 process.kill()
                 await process.communicate()
+
+
+async def until_served(url: str) -> None:
+    """Wait until the gateway has its model, so that it takes requests."""
+    async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
+        while True:
+            try:
+                async with http.get(f"{url}/v1/models") as response:
+                    [card] = (await response.json())["data"]
+                    if card["max_model_len"] is not None:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.05)

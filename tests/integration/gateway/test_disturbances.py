@@ -21,7 +21,7 @@ from tests.fakes.gateway_pool import (
     scheduler,
     tokens_for,
 )
-from tests.fakes.gateway_process import Start
+from tests.fakes.gateway_process import Start, until_served
 from tests.fakes.gateway_world import until
 from tests.fakes.oracle_worker import OracleWorker
 from tests.fakes.redis_proxy import RedisProxy
@@ -217,7 +217,7 @@ async def test_another_gateway_goes_on_when_one_is_killed(
         gateways(settings) as pool,
     ):
         victim = await start(port, model=settings.model)
-        await victim.has_its_model()
+        await until_served(victim.url)
         bodies = [body_for(1, 600), {**body_for(2, 600), "echo": True}]
         clients = [
             Listener(pool.http, body, {"Idempotency-Key": "k" + str(i)})

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
+from gpu_worker import model_runner
 from gpu_worker.attention.torch import TorchAttention
 from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel, load_model
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.sampler import SamplerOutput, SamplingMetadata, sample
 from tests.fakes import tiny_models
 from wire.config import load
 
@@ -58,3 +61,16 @@ def make_runner(tiny_model: Callable[[str], LoadedModel]) -> Callable[..., Model
         return ModelRunner(model, backend, capacity)
 
     return make
+
+
+@pytest.fixture
+def seen_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
+    """Logits (N, V) that each step sampled from."""
+    seen: list[Tensor] = []
+
+    def watched(logits: Tensor, metadata: SamplingMetadata | None) -> SamplerOutput:
+        seen.append(logits.clone())
+        return sample(logits, metadata)
+
+    monkeypatch.setattr(model_runner, "sample", watched)
+    yield seen

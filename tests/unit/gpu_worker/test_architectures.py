@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from gpu_worker import model_runner
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.sampler import SamplerOutput, SamplingMetadata, sample
 from tests.fakes import tiny_models
 from tests.fakes.step_driver import StepDriver
-
-
-@pytest.fixture
-def seen_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """Logits (N, V) that each step sampled from."""
-    seen: list[Tensor] = []
-
-    def watched(logits: Tensor, metadata: SamplingMetadata | None) -> SamplerOutput:
-        seen.append(logits.clone())
-        return sample(logits, metadata)
-
-    monkeypatch.setattr(model_runner, "sample", watched)
-    yield seen
 
 
 @pytest.mark.parametrize("name", tiny_models.ARCHITECTURES)

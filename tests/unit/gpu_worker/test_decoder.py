@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_worker import model_runner, prepare
+from gpu_worker import prepare
 from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.torch import TorchAttention
 from gpu_worker.decoder import NativeDecoder
@@ -20,7 +20,6 @@ from gpu_worker.model_loader import load_model
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.native import library
 from gpu_worker.native.packing import interleaved
-from gpu_worker.sampler import SamplerOutput, SamplingMetadata, sample
 from tests.fakes import tiny_models
 from tests.fakes.step_driver import StepDriver
 from wire.config import Settings, SettingsError, load
@@ -62,19 +61,6 @@ def make_runner(
         return ModelRunner(model, backend, capacity)
 
     return make
-
-
-@pytest.fixture
-def seen_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
-    """Logits (N, V) that each step sampled from."""
-    seen: list[Tensor] = []
-
-    def watched(logits: Tensor, metadata: SamplingMetadata | None) -> SamplerOutput:
-        seen.append(logits.clone())
-        return sample(logits, metadata)
-
-    monkeypatch.setattr(model_runner, "sample", watched)
-    yield seen
 
 
 LENGTHS = [1, 15, 16, 17, 70]
