@@ -72,6 +72,7 @@ class Plan:
     def join(self, request: Request, n: int) -> None:
         """Let a request run from now on that has its blocks, `n` tokens in this step."""
         self.lane.start(request)
+        request.life.enter("prefill", self.now)
         self.lane.kv.publish(request, request.num_computed_tokens + n)
         self.joining[request] = n
         self.num_listed_tokens += n
@@ -88,10 +89,12 @@ class Plan:
         totals.num_preemptions += 1
         if preemption.wants_swap(victim, lane, self.state.config):
             self.copies.append(preemption.swap_out(victim, lane))
+            victim.life.enter("swapped", self.now)
             totals.num_swaps += 1
             totals.num_swapped_blocks += len(self.copies[-1].cpu_blocks)
             return
         lane.kv.free(victim)
+        victim.life.enter("preempted", self.now)
         self.state.waiting.push(victim)
 
     # ------------------------------------------------------------ out

@@ -19,7 +19,7 @@ from scheduler_svc.core.outputs import Finished, Outputs, Totals
 from scheduler_svc.core.planner import StepPlanner
 from scheduler_svc.core.request import Request, RequestStatus, problem_of
 from scheduler_svc.core.request_queue import RequestQueue
-from scheduler_svc.core.state import State
+from scheduler_svc.core.state import Ended, State
 from scheduler_svc.core.waiting_line import WaitingLine
 from wire.messages import (
     EngineCoreRequest,
@@ -103,6 +103,7 @@ class Scheduler:
         self._state.waiting.redeem(worker)
         suspects = [] if is_orderly else list(lane.running)
         for request in lane.abandon():
+            request.life.enter("lost", self._state.now)
             self.totals.num_preemptions += 1
             self._state.waiting.push(request)
         for request in suspects:
@@ -225,6 +226,7 @@ class Scheduler:
         lane.in_flight.popleft()
         lane.last_answered_step = output.step_id
         lane.learn(record, output)
+        lane.note_beginnings(output.step_id, self._state.now)
         rows: Iterable[tuple[Request, int]] = zip(
             record.sampling, output.sampled_token_ids, strict=True
         )
@@ -269,6 +271,16 @@ class Scheduler:
         return True
 
     # ------------------------------------------------------------ to look at
+
+    def note_time(self, now: float) -> None:
+        """Say what time it is, in seconds of server time, for the lives of requests only."""
+        self._state.now = now
+
+    def take_ended(self) -> list[Ended]:
+        """Those that have ended since the last time; the latest only, if they are many."""
+        ended = list(self._state.ended)
+        self._state.ended.clear()
+        return ended
 
     @property
     def config(self) -> SchedulerConfig:
