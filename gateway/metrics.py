@@ -18,6 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Summa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from gateway.latencies import Latencies
+
 STATS_AGE_S = 1.0  # the pool's figures are read no more often
 
 _LABELS = ("model_name", "engine")
@@ -122,6 +124,7 @@ class Metrics:
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
         self.pool = PoolFigures(model_name)
+        self.latencies = Latencies()
         self._registry = CollectorRegistry()
         self._registry.register(self.pool)
         values = (model_name, _ENGINE)
@@ -244,8 +247,11 @@ class _SequenceTimes:
         if self._first_token is None:
             self._first_token = now
             metrics.time_to_first_token.observe(now - self._arrival)
+            metrics.latencies.note_first(now, now - self._arrival)
             metrics.prompt_tokens.inc(self._num_prompt_tokens)
             num_later -= 1
+        if num_later:
+            metrics.latencies.note_later(now, (now - self._last_token) / count)
         for _ in range(num_later):
             metrics.inter_token_latency.observe((now - self._last_token) / count)
         metrics.generation_tokens.inc(count)
