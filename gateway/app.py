@@ -15,6 +15,7 @@ from gateway.app_keys import (
     BACKGROUND,
     BUS,
     ENGINE,
+    FIGURES,
     KEEP_ALIVE_S,
     OPEN_REQUESTS,
     READINESS,
@@ -23,7 +24,8 @@ from gateway.app_keys import (
 )
 from gateway.background import Background
 from gateway.engine_client import EngineClient
-from gateway.middlewares import OpenRequests, answer_errors, echo_request_id
+from gateway.metrics import GatewayFigures
+from gateway.middlewares import OpenRequests, answer_errors, counting, echo_request_id
 from gateway.output_router import OutputRouter
 from gateway.readiness import Readiness
 from gateway.sampling import seeds
@@ -52,9 +54,10 @@ def create_app(
     router = OutputRouter(bus, f"{gateway_id}.{incarnation}")
     rate = ServiceRate()
     open_requests = OpenRequests()
+    figures = GatewayFigures(settings)
     access = access or Access(settings)
     app = web.Application(
-        middlewares=[open_requests.count, answer_errors, access.admit],
+        middlewares=[open_requests.count, counting(figures), answer_errors, access.admit],
         client_max_size=settings.max_body_bytes,
     )
     app[SETTINGS] = settings
@@ -64,6 +67,7 @@ def create_app(
     app[READINESS] = Readiness(settings, bus)
     app[BACKGROUND] = Background()
     app[OPEN_REQUESTS] = open_requests
+    app[FIGURES] = figures
     app[SEEDS] = seeds(settings.seed)
     app[KEEP_ALIVE_S] = keep_alive_s
     app.on_response_prepare.append(echo_request_id)

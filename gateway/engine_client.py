@@ -98,6 +98,7 @@ class EngineClient:
             raise
         except _NotQueuedError as error:
             _close(sequences)
+            error.answer.is_refusal = True
             raise error.answer from None
         except ApiError:
             is_over = is_queued or record.claim is None  # else it may be found by its key
@@ -207,7 +208,7 @@ class EngineClient:
             log.error("submit_refused", error=str(error))
             raise _NotQueuedError(internal()) from None
         for one in followed:
-            one.asked_at = time.monotonic()
+            one.queued_at = one.asked_at = time.monotonic()
 
     # ------------------------------------------------------------ being there
 

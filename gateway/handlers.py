@@ -24,11 +24,12 @@ from gateway.detokenizer import TextOptions, text_of
 from gateway.engine_client import GenerationRequest
 from gateway.errors import unavailable
 from gateway.grammars import grammar_of
-from gateway.metrics import RequestTimes
+from gateway.middlewares import ARRIVAL
 from gateway.openai import ChatBody, CompletionBody, GenerationBody
 from gateway.positions import Numbering
 from gateway.readiness import ServedModel
 from gateway.rendering import Rendering, reading_of
+from gateway.request_times import RequestTimes
 from gateway.responses import stream, whole
 from gateway.sampling import check_request, truncated
 from gateway.sequences import SequenceOutput
@@ -47,6 +48,7 @@ class _Job:
     visit: resume.Visit
     rendering: Rendering
     requests: Sequence[GenerationRequest]
+    arrival: float  # monotonic seconds
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -86,7 +88,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         echoes=echoes,
         first_token_ids=[prompt[0] for prompt in prompts] if shows_logprobs else None,
     )
-    return await _respond(request, _Job(body, model, visit, rendering, requests))
+    return await _respond(request, _Job(body, model, visit, rendering, requests, request[ARRIVAL]))
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
@@ -118,7 +120,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         text=replace(text, shown_ids=shown_ids),
         speech=speech,
     )
-    return await _respond(request, _Job(body, model, visit, rendering, requests))
+    return await _respond(request, _Job(body, model, visit, rendering, requests, request[ARRIVAL]))
 
 
 # ---------------------------------------------------------------- from the request to the engine
@@ -203,10 +205,10 @@ async def _outputs(
 ) -> AsyncGenerator[list[SequenceOutput], None]:
     """Generate, and measure what comes. An echo alone needs no engine."""
     sizes = [(len(r.prompt_token_ids), r.sampling.max_tokens) for r in job.requests]
-    with RequestTimes(job.model.metrics, sizes, n=job.body.n) as times:
+    with RequestTimes(job.model.metrics, sizes, n=job.body.n, arrival=job.arrival) as times:
         if not _needs_engine(job.body):
             for index in range(len(sizes)):
-                times.ended(index, "length", 0)
+                times.ended(index, "length")
             yield [SequenceOutput(i, "", [], 0, finish_reason="length") for i in range(len(sizes))]
             return
         reading = reading_of(job.rendering, job.model.tokenizer.vocabulary, app[KEEP_ALIVE_S])
@@ -214,11 +216,7 @@ async def _outputs(
         async with aclosing(generation) as batches:
             async for outputs in batches:
                 for output in outputs:
-                    if output.started is not None:
-                        times.started(output.started.queue_ms)
-                    times.tokens(output.index, len(output.token_ids))
-                    if output.finish_reason is not None:
-                        times.ended(output.index, output.finish_reason, output.num_preemptions)
+                    times.note(output)
                 is_echo = job.body.asked_tokens == 0
                 yield [_without_output(one) for one in outputs] if is_echo else outputs
 
@@ -238,5 +236,6 @@ def _without_output(output: SequenceOutput) -> SequenceOutput:
         started=output.started,
         finish_reason=output.finish_reason and "length",
         num_preemptions=output.num_preemptions,
+        preempted_ms=output.preempted_ms,
         prompt_logprobs=output.prompt_logprobs,
     )

@@ -50,9 +50,10 @@ class Commits:
         while not self._is_closing:
             await self._something.wait()
             self._something.clear()
-            commit = self._ledger.take(self._statistics.figures(), self._scheduler.served)
+            commit = self._ledger.take(self._scheduler.served)
             if commit is None:
                 continue
+            commit.stats = self._statistics.changes()
             self._number += 1
             started = time.monotonic()
             call = partial(self._bus.commit, self._scheduler.epoch, self._number, commit)

@@ -203,7 +203,9 @@ class Leader:
             return
         if self._roster.take_fence_answer(process, result):
             return
-        self._statistics.device_us += result.device_us
+        lane = self._scheduler.lanes.get(process)
+        has_more = lane is not None and len(lane.in_flight) > 1
+        self._statistics.note_result(process, result.device_us, time.monotonic(), has_more=has_more)
         if not self._scheduler.update_from_output(process, result):
             self._roster.lose(process, result.failed or "its result does not fit the step")
 
@@ -236,6 +238,7 @@ class Leader:
         return self._now() - oldest < wait_s
 
     async def _publish(self, process: str, step: SchedulerOutput) -> None:
+        self._statistics.note_step()
         await retrying(partial(self._bus.publish_step, process, step))
         log.debug("step_dispatched", worker=process, step_id=step.step_id)
 

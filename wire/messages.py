@@ -298,6 +298,7 @@ class FinishedRequest:
     error: str | None = None
     error_code: ErrorCode | None = None
     num_preemptions: int = 0
+    preempted_ms: int = 0  # that it waited after preemptions, in all
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ class State:
     totals: Totals = field(default_factory=Totals)
     outputs: Outputs = field(default_factory=Outputs)
     longest: int = 0  # sequence that fitted any worker so far, in tokens
+    now: float = 0.0  # seconds of server time, when that was last told
 
     @classmethod
     def new(cls, config: SchedulerConfig, epoch: int) -> State:

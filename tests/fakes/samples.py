@@ -127,7 +127,7 @@ def every_message() -> list[Message]:
             starts=output,
             token_ids=output,
             started=[StartedRequest(1, 16, 3)],
-            finished=[FinishedRequest(1, 4, "error", 3, "it broke", "internal", 2)],
+            finished=[FinishedRequest(1, 4, "error", 3, "it broke", "internal", 2, 1500)],
             unknown=[5],
             held=output,
             logprobs=[OutputLogprobs(1, -2, b"record")],
