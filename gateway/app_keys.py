@@ -14,6 +14,7 @@ from gateway.middlewares import OpenRequests
 from gateway.readiness import Readiness
 from wire.bus import Bus
 from wire.config import Settings
+from wire.traces import Tracing
 
 ACCESS = web.AppKey("access", Access)
 SETTINGS = web.AppKey("settings", Settings)
@@ -25,3 +26,4 @@ FIGURES = web.AppKey("figures", GatewayFigures)
 OPEN_REQUESTS = web.AppKey("open_requests", OpenRequests)
 SEEDS = web.AppKey("seeds", Iterator[int])
 KEEP_ALIVE_S = web.AppKey("keep_alive_s", float)
+TRACING: web.AppKey[Tracing | None] = web.AppKey("tracing")

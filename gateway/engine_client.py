@@ -52,6 +52,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     tenant: str = "default"
     terms: Terms = PLAIN  # of the tenant
+    traceparent: str | None = None  # what is done for it is traced below this span
 
 
 class EngineClient:
@@ -176,6 +177,7 @@ class EngineClient:
             tenant=request.tenant,
             weight=request.terms.weight,
             resumable=record.is_resumable,
+            traceparent=request.traceparent,
         )
 
     async def _submit(

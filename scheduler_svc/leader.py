@@ -25,10 +25,12 @@ from scheduler_svc.recording import new_scheduler
 from scheduler_svc.roster import Roster
 from scheduler_svc.statistics import Statistics
 from scheduler_svc.sweeper import Sweeper
+from scheduler_svc.traces import RequestTraces
 from wire.bus import Bus, BusDownError, Entry, FencedError, retrying
 from wire.codec import WireError, decode_as
 from wire.config import Settings
 from wire.messages import ModelRunnerOutput, SchedulerOutput
+from wire.traces import Tracing
 
 log = structlog.get_logger()
 
@@ -46,7 +48,14 @@ class Leader:
     """One epoch of leadership, from recovery to its end."""
 
     def __init__(
-        self, bus: Bus, settings: Settings, owner: str, epoch: int, server_ms: int
+        self,
+        bus: Bus,
+        settings: Settings,
+        owner: str,
+        epoch: int,
+        server_ms: int,
+        *,
+        tracing: Tracing | None = None,
     ) -> None:
         self._bus = bus
         self._lease_s = settings.leader_lease_s
@@ -54,11 +63,16 @@ class Leader:
         self._epoch = epoch
         self._clock_offset = server_ms / 1000 - time.monotonic()
         self._scheduler = new_scheduler(core_config(settings), epoch, settings.record_file)
+        self._traces = (
+            None if tracing is None else RequestTraces(tracing, self._scheduler, epoch, self._now)
+        )
         self._ledger = Ledger()
         self._statistics = Statistics(self._scheduler, epoch)
         self._mirror = Mirror(bus)
         self._reader = bus.reader({}, max_block_ms=BLOCK_MS)
-        self._roster = Roster(bus, settings, self._scheduler, self._reader, self._mirror)
+        self._roster = Roster(
+            bus, settings, self._scheduler, self._reader, self._mirror, traces=self._traces
+        )
         self._gateways = Gateways(bus, settings, self._scheduler, self._ledger)
         self._commits = Commits(
             bus,
@@ -66,6 +80,7 @@ class Leader:
             self._ledger,
             self._statistics,
             retention_s=lambda: self._intake.settings.retention_s,
+            traces=self._traces,
         )
         self._intake = Intake(
             self._scheduler,
@@ -73,6 +88,7 @@ class Leader:
             LiveConfig(settings, {}),
             collect=self._commits.collect,
             links=lambda: self._roster.links,
+            traces=self._traces,
         )
         self._caution = Caution(bus, self._intake, self._ledger)
         self._untried: set[str] = set()  # workers that got no step since an entry was taken in
@@ -141,6 +157,8 @@ class Leader:
         self._commits.collect()
         self._reader.cursors[self._bus.keys.requests()] = self._cursor
         self._is_open.set()
+        if self._traces is not None:
+            self._traces.is_recovering = False
 
     # ------------------------------------------------------------ one turn
 
@@ -239,6 +257,8 @@ class Leader:
 
     async def _publish(self, process: str, step: SchedulerOutput) -> None:
         self._statistics.note_step()
+        if self._traces is not None:
+            self._traces.stepped(process, step)
         await retrying(partial(self._bus.publish_step, process, step))
         log.debug("step_dispatched", worker=process, step_id=step.step_id)
 

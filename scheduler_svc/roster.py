@@ -14,6 +14,7 @@ import structlog
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.mirror import Mirror
+from scheduler_svc.traces import RequestTraces
 from scheduler_svc.worker_link import STREAM_TTL_S, WorkerLink, process_of
 from wire.bus import Bus, BusDownError, FencedError, Reader
 from wire.config import Settings
@@ -37,13 +38,21 @@ class Roster:
     """The workers that the leader schedules on."""
 
     def __init__(
-        self, bus: Bus, settings: Settings, scheduler: Scheduler, reader: Reader, mirror: Mirror
+        self,
+        bus: Bus,
+        settings: Settings,
+        scheduler: Scheduler,
+        reader: Reader,
+        mirror: Mirror,
+        *,
+        traces: RequestTraces | None = None,
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._scheduler = scheduler
         self._reader = reader
         self._mirror = mirror
+        self._traces = traces
         self._links: dict[str, WorkerLink] = {}  # by process
         self._by_results: dict[str, str] = {}  # key of a result stream -> process
         self._given_up: dict[str, WorkerLink] = {}
@@ -102,6 +111,8 @@ class Roster:
         self._given_up[process] = link
         self._lost.append(link)
         if process in self._scheduler.lanes:
+            if self._traces is not None:
+                self._traces.lost(process)
             self._scheduler.remove_worker(process, is_orderly=is_orderly)
         log.warning("worker_lost", worker=process, reason=reason)
 

@@ -100,6 +100,14 @@ class Keys:
         """Hash: block table of each request that runs on a worker, as "3 7 12"."""
         return self._key("blocks", worker)
 
+    def cpu_blocks(self, worker: str) -> str:
+        """Hash: blocks of a worker's CPU pool that each swapped request holds, as "3 7 12"."""
+        return self._key("cpu_blocks", worker)
+
+    def cached(self, worker: str) -> str:
+        """Bitmap: bit n is 1 if nobody holds block n of a worker and its content may be hit."""
+        return self._key("cached", worker)
+
     # -- steps and outputs; `process` is "<id>.<incarnation>"
 
     def steps(self, process: str) -> str:

@@ -157,4 +157,5 @@ def _new_request_data(request: Request, num_scheduled_tokens: int) -> NewRequest
         num_computed_tokens=request.num_computed_tokens,
         num_scheduled_tokens=num_scheduled_tokens,
         sampling=request.sampling,
+        traceparent=request.traceparent,
     )

@@ -56,6 +56,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None  # seconds, server time
     cache_salt: str | None = None
+    traceparent: str | None = None  # handed on, and no part of any decision
 
     order: Order = (0, 0, 0)
     status: RequestStatus = RequestStatus.WAITING
@@ -104,6 +105,7 @@ class Request:
             priority=request.priority,
             deadline=deadline,
             cache_salt=request.cache_salt,
+            traceparent=request.traceparent,
             order=(0, 0, num),
         )
 

@@ -41,3 +41,19 @@ def expressions() -> list[str]:
 
 def metrics_in(text: str) -> set[str]:
     return set(_NAME.findall(text))
+
+
+K8S = ROOT / "deploy" / "k8s"
+ADAPTER = K8S / "prometheus-adapter.yaml"  # values of a chart, and no manifest
+
+
+def manifests() -> list[dict[str, Any]]:
+    """Every object that kustomize would apply, in order."""
+    names = yaml_of(K8S / "kustomization.yaml")["resources"]
+    texts = [(K8S / name).read_text(encoding="utf-8") for name in names]
+    return [found for text in texts for found in yaml.safe_load_all(text)]
+
+
+def adapter_rules() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml_of(ADAPTER)["rules"]["external"]
+    return found

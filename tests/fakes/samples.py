@@ -95,6 +95,7 @@ def every_message() -> list[Message]:
             cache_salt="salt",
             resumable=True,
             output_token_ids=output,
+            traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
         ),
         AbortRequest("r", "stop", 3),
         ResumeRequest("r", "g.1", 1, 3, 4),
@@ -102,7 +103,7 @@ def every_message() -> list[Message]:
         SchedulerOutput(
             epoch=5,
             step_id=1,
-            new_reqs=[NewRequestData(9, prompt, output, [1, 2], 2, 2, sampling)],
+            new_reqs=[NewRequestData(9, prompt, output, [1, 2], 2, 2, sampling, "00-…")],
             cached_reqs=CachedRequestData([7, 8], [1, 5], [[3], [4, 5]]),
             num_decodes=6,
             finished_reqs=[10],

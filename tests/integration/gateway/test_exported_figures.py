@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fakes.deployed import expressions, metrics_in
+from tests.fakes.deployed import adapter_rules, expressions, metrics_in
 from tests.fakes.gateway_pool import Pool, eventually, gateways, make_pool
 from tests.fakes.running_stack import ROOT
 from wire.config import Settings
@@ -42,7 +42,7 @@ async def test_every_metric_that_is_asked_for_is_exported(pool: Pool) -> None:
     status, _ = await pool.post({"prompt": [1, 2, 3], "max_tokens": 4, "seed": 1})
     assert status == 200
     asked = set().union(*(metrics_in(one) for one in expressions()))
-    asked |= metrics_in(REFERENCE.read_text(encoding="utf-8"))
+    asked |= metrics_in(REFERENCE.read_text(encoding="utf-8")) | metrics_in(str(adapter_rules()))
     assert len(asked) > 30
 
     async def are_there() -> bool:  # a second later, once the scheduler has written them
