@@ -122,9 +122,12 @@ class PoolFigures(Collector):
     ) -> None:
         """Read the figures anew, if they are a second old. What `read` raises is the caller's."""
         if clock() - self._read_at >= FIGURES_AGE_S:
-            self._read_at = clock()
-            self._view = None
-            self._view = await read()
+            self._read_at = clock()  # whoever asks meanwhile gets what is there
+            try:
+                self._view = await read()
+            except Exception:
+                self._view = None
+                raise
 
     def collect(self) -> Iterable[Metric]:
         """Turn the figures that are there into metrics; one that is missing is left out."""

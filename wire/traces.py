@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from wire.config import Settings, SettingsError
+from wire.config import Settings, SettingsError, without_password
 
 HEADER = "traceparent"
 
@@ -115,8 +115,9 @@ def open_tracing(settings: Settings, role: str, process: str) -> Tracing | None:
     try:
         from wire.otlp import Exporter  # noqa: PLC0415 - an extra; slow, and only where it is wanted
     except ImportError as error:
+        given = without_password(settings.otlp_endpoint)
         raise SettingsError(
-            f"OTLP_ENDPOINT={settings.otlp_endpoint}: traces need the extra `otel` "
+            f"OTLP_ENDPOINT={given}: traces need the extra `otel` "
             f"(pip install 'pagestream[otel]'): {error}"
         ) from None
     return Exporter(settings, role, process)

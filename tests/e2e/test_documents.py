@@ -131,5 +131,7 @@ def test_every_recipe_for_redis_finds_what_it_is_for(stack: RunningStack) -> Non
         filled = recipe.replace("<worker>", worker["id"]).replace("<id>", request)
         reply = ask(filled.replace("<incarnation>", worker["incarnation"]))
         assert not reply.startswith(("ERR", "WRONGTYPE")), recipe
-        may_be_empty = any(word in recipe for word in ("waiting", "running", "swapped", "blocks", "config", "dead"))
+        may_be_empty = any(
+            word in recipe for word in ("waiting", "running", "swapped", "blocks", "config", "dead")
+        )
         assert reply or may_be_empty, recipe

@@ -21,7 +21,7 @@ def test_a_request_has_one_colour() -> None:
 
 
 def test_a_large_pool_is_drawn_as_how_full_it_is_where() -> None:
-    table = [*range(100), 150, *range(200, 250), *range(300, 399)]
+    table = [*range(100), 150, *range(200, 250), *range(300, 360)]
     drawn = draw(WorkerBlocks("w", 450, {"a": table}), 5, 1)
     assert drawn.plain == "█░▒▓·"
     assert len(draw(WorkerBlocks("w", 100_001, {}), 80, 6).plain.replace("\n", "")) <= 480
