@@ -59,7 +59,7 @@ class Commits:
             commit = self._ledger.take(self._scheduler.served)
             if commit is None:
                 continue
-            commit.stats = self._statistics.changes()
+            commit.stats = self._statistics.changes(time.monotonic())
             self._number += 1
             started = time.monotonic()
             call = partial(self._bus.commit, self._scheduler.epoch, self._number, commit)

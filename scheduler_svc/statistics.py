@@ -6,6 +6,7 @@ of an epoch on, like those of a process that was started anew.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import product
@@ -19,7 +20,13 @@ Figure = str | int | float
 _TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _COMMIT_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 _OVERHEAD_S = (0.0, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
-_PREEMPTIONS = tuple(product(get_args(PreemptionMode), get_args(PreemptionReason)))
+_PREEMPTIONS = {
+    f"preemptions_total:{mode}:{reason}": (mode, reason)
+    for mode, reason in product(get_args(PreemptionMode), get_args(PreemptionReason))
+}
+
+HISTOGRAMS_EVERY_S = 0.5
+"""How often histograms are written, which cost more to write than all else together."""
 
 
 class Histogram:
@@ -60,6 +67,7 @@ class Statistics:
         self._overhead_s = Histogram(_OVERHEAD_S)
         self._busy_since: dict[str, float] = {}  # workers that had another step before them
         self._written: dict[str, Figure] = {}
+        self._histograms_at = -math.inf  # when they are written next
 
     def note_commit(self, seconds: float) -> None:
         """Count one commit and the time that it took."""
@@ -86,11 +94,14 @@ class Statistics:
         if has_more:
             self._busy_since[worker] = now
 
-    def changes(self) -> dict[str, Figure]:
+    def changes(self, now: float) -> dict[str, Figure]:
         """Figures that are not as they were the last time; they must be written."""
         figures = self.figures()
+        if now >= self._histograms_at:
+            self._histograms_at = now + HISTOGRAMS_EVERY_S
+            figures |= self.histograms()
         changed = {n: value for n, value in figures.items() if self._written.get(n) != value}
-        self._written = figures
+        self._written |= changed
         return changed
 
     def figures(self) -> dict[str, Figure]:
@@ -108,10 +119,7 @@ class Statistics:
             "total_blocks": total_blocks,
             "block_size": max((lane.capacity.block_size for lane in lanes), default=0),
             "num_preemptions_total": totals.num_preemptions,
-            **{
-                f"preemptions_total:{mode}:{reason}": totals.preemptions[mode, reason]
-                for mode, reason in _PREEMPTIONS
-            },
+            **{name: totals.preemptions.get(kind, 0) for name, kind in _PREEMPTIONS.items()},
             "num_requests_swapped": sum(len(lane.swapped) for lane in lanes),
             "free_cpu_blocks": sum(lane.cpu_pool.num_free for lane in lanes),
             "total_cpu_blocks": sum(lane.cpu_pool.num_blocks for lane in lanes),
@@ -129,6 +137,11 @@ class Statistics:
             "device_us_total": self._device_us,
             "commit_us_total": self._commit_us,
             "num_commits_total": self._num_commits,
+        }
+
+    def histograms(self) -> dict[str, Figure]:
+        """Everything of which more is told than a number."""
+        return {
             "commit_seconds": str(self._commit_s),
             "step_tokens": str(self._step_tokens),
             "step_overhead_seconds": str(self._overhead_s),

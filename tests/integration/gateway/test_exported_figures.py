@@ -59,7 +59,9 @@ async def test_one_request_is_counted_once_everywhere(pool: Pool) -> None:
     assert status == 200
 
     async def is_written() -> bool:
-        return (await exported(pool)).get("pagestream:scheduled_tokens_total", 0) > 0
+        found = await exported(pool)
+        tokens = found.get("pagestream:scheduled_tokens_total", 0)
+        return tokens == found.get("vllm:iteration_tokens_total_sum") > 0
 
     await eventually(is_written)
     found = await exported(pool)

@@ -85,12 +85,22 @@ def test_one_that_ends_while_it_waits_has_waited_until_then() -> None:
 def test_only_figures_that_changed_are_written_again() -> None:
     world = new_world()
     statistics = Statistics(world.scheduler, 3)
-    first = statistics.changes()
-    assert first == statistics.figures()
+    first = statistics.changes(now=1.0)
+    assert first == statistics.figures() | statistics.histograms()
     assert first["epoch"] == 3
-    assert statistics.changes() == {}
+    assert statistics.changes(now=1.1) == {}
     world.add([1] * 5)
-    assert statistics.changes() == {"num_requests_waiting": 1, "prompt_tokens_total": 5}
+    assert statistics.changes(now=1.2) == {"num_requests_waiting": 1, "prompt_tokens_total": 5}
+
+
+def test_histograms_are_written_twice_a_second_and_none_is_forgotten() -> None:
+    statistics = Statistics(new_world().scheduler, 1)
+    statistics.changes(now=1.0)
+    statistics.note_result("w", 1, now=1.0, has_more=True)
+    statistics.note_result("w", 1, now=1.1, has_more=False)
+    assert "step_overhead_seconds" not in statistics.changes(now=1.4)
+    assert "step_overhead_seconds" in statistics.changes(now=1.5)
+    assert "step_overhead_seconds" not in statistics.changes(now=2.5), "it has not changed since"
 
 
 def test_each_step_is_counted_with_its_tokens() -> None:
@@ -101,7 +111,7 @@ def test_each_step_is_counted_with_its_tokens() -> None:
     for _ in range(2):
         world.step("w0"), world.result("w0")
         statistics.note_step()
-    buckets = dict(one.split("=") for one in str(statistics.figures()["step_tokens"]).split())
+    buckets = dict(one.split("=") for one in str(statistics.histograms()["step_tokens"]).split())
     assert (buckets["1"], buckets["8"], buckets["+Inf"], buckets["sum"]) == ("1", "1", "0", "6")
 
 
@@ -111,7 +121,7 @@ def test_overhead_is_what_passes_between_results_while_there_are_steps_to_do() -
     statistics.note_result("w", 5_000, now=1.007, has_more=False)  # 2 ms more than the step took
     statistics.note_result("w", 5_000, now=9.000, has_more=True)  # it was idle: nobody's fault
     statistics.note_result("v", 5_000, now=9.001, has_more=False)  # another worker
-    overhead = str(statistics.figures()["step_overhead_seconds"])
+    overhead = str(statistics.histograms()["step_overhead_seconds"])
     assert overhead.endswith("sum=0.002")
     assert sum(int(one.split("=")[1]) for one in overhead.split()[:-1]) == 1
     assert statistics.figures()["device_us_total"] == 20_000
