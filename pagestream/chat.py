@@ -132,17 +132,16 @@ def converse(talk: Conversation, read: Callable[[str], str], write: Callable[[st
     while True:
         try:
             text = read_message(read)
+            if text == "/help":
+                write(HELP)
+            elif text == "/new":
+                talk.forget()
+            elif text.strip():
+                is_all_well &= _answer(talk, text, write)
         except EOFError:
             return is_all_well
         except KeyboardInterrupt:
             write("\n")
-            continue
-        if text == "/help":
-            write(HELP)
-        elif text == "/new":
-            talk.forget()
-        elif text.strip():
-            is_all_well &= _answer(talk, text, write)
 
 
 def read_message(read: Callable[[str], str]) -> str:
@@ -205,7 +204,7 @@ async def _answered(asking: Any, url: str) -> aiohttp.ClientResponse:
             return response
         body = await response.text()
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ChatError(f"{url} does not answer: {error or type(error).__name__}") from None
+        raise ChatError(f"{url} does not answer: {str(error) or type(error).__name__}") from None
     with suppress(ValueError, KeyError, TypeError):
         raise ChatError(f"{response.status}: {json.loads(body)['error']['message']}")
     raise ChatError(f"{url} answers {response.status}: {body[:200]}")
@@ -222,4 +221,6 @@ async def _events(url: str, key: str | None, body: dict[str, Any]) -> AsyncItera
                     if line.startswith(b"data:") and data != "[DONE]":
                         yield json.loads(data)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-                raise ChatError(f"the answer broke off: {error or type(error).__name__}") from None
+                raise ChatError(
+                    f"the answer broke off: {str(error) or type(error).__name__}"
+                ) from None

@@ -261,7 +261,9 @@ def _hub_snapshot(hub_id: str) -> Path | None:
 
 def _fetch(hub_id: str, folder: Path, settings: Settings, tell: Progress) -> None:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and only for hub ids
-    from huggingface_hub.utils import tqdm  # noqa: PLC0415 - likewise
+    from huggingface_hub.utils import (  # noqa: PLC0415 - likewise
+        tqdm,  # type: ignore[attr-defined] # they give it to everybody, and no list says so
+    )
 
     patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", _WEIGHTS]
     patterns += _PICKLES if settings.allow_pickle_weights else ()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.redis
 
 def drawn(moment: Moment, before: Moment | None = None) -> str:
     page = io.StringIO()
-    Console(file=page, width=100).print(picture(moment, before, 100))
+    Console(file=page, width=160).print(picture(moment, before, 160))
     return page.getvalue()
 
 

@@ -138,7 +138,7 @@ async def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(world: World, tmp_path:
         await until(lambda: world.engine.num_running == 0)  # it is aborted, not left running
         world.engine.talk()
         person.type("again\n")
-        await until(lambda: person.has("hello world"))
+        await until(lambda: person.has("hello world") and person.seen.endswith("> "))
         person.type("not sent\x03")
         person.type("\x04")
         async with asyncio.timeout(PATIENCE_S):
