@@ -105,7 +105,7 @@ class Scheduler:
         for request in lane.abandon():
             self.totals.preemptions["recompute", "worker_lost"] += 1
             if request.preempted_at is None:  # else it was swapped, and waits already
-                request.wait_again(self._state.now)
+                request.wait_again(self._state.told_at)
             self._state.waiting.push(request)
         for request in suspects:
             request.blame(was_alone=len(suspects) == 1)
@@ -179,7 +179,7 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """End what has waited too long for its first step, or has missed its deadline."""
-        self._state.now = now
+        self._state.told_at = now
         for num in self._alarms.due(now):
             request = self._state.requests.get(num)
             if request is not None and (error := overdue(request, now, self.config)):
@@ -205,7 +205,7 @@ class Scheduler:
         if lane is None:
             self.totals.num_ignored += 1
             return None
-        self._state.now = now
+        self._state.told_at = now
         return StepPlanner(self._state, lane, now).plan()
 
     def update_from_output(self, worker: str, output: ModelRunnerOutput) -> bool:

@@ -27,7 +27,7 @@ class State:
     totals: Totals = field(default_factory=Totals)
     outputs: Outputs = field(default_factory=Outputs)
     longest: int = 0  # sequence that fitted any worker so far, in tokens
-    now: float = 0.0  # seconds of server time, when that was last told
+    told_at: float = 0.0  # seconds of server time, as a call has told it last
 
     @classmethod
     def new(cls, config: SchedulerConfig, epoch: int) -> State:
