@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import subprocess
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,9 @@ from rich.console import Console
 from pagestream.block_map import HELD
 from pagestream.inspect import Overview
 from pagestream.top import Moment, look, once, picture
+from tests.fakes.gateway_world import until
 from tests.fakes.running_stack import PAGESTREAM
+from tests.fakes.terminal import terminal
 from wire.bus import Bus
 from wire.config import Settings
 
@@ -80,3 +83,19 @@ async def test_in_a_pipe_it_is_one_picture_and_the_end(settings: Settings, bus: 
     page = io.StringIO()
     await asyncio.to_thread(once, settings, Console(file=page, width=100))
     assert "4 of 20 held" in page.getvalue()
+
+
+async def test_in_a_terminal_it_goes_on_until_ctrl_c(
+    settings: Settings, bus: Bus, tmp_path: Path
+) -> None:
+    await fill(bus)
+    options = ("--interval", "0.1", "--set", f"REDIS_URL={settings.redis_url}")
+    with terminal([*PAGESTREAM, "top", *options], tmp_path) as person:
+        await until(lambda: person.has("4 of 20 held"))
+        await bus.write([("HSET", bus.keys.blocks("worker-7"), "r3", "7 8")])
+        await until(lambda: person.has("6 of 20 held"))
+        person.type("\x03")
+        async with asyncio.timeout(60):
+            code = await asyncio.to_thread(person.process.wait)
+    assert code == 0
+    assert "Traceback" not in person.seen

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import pty
-import signal
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.fakes.gateway_world import PATIENCE_S, TOKENIZER, World, until
 from tests.fakes.running_stack import PAGESTREAM, free_port
+from tests.fakes.terminal import terminal
 
 pytestmark = pytest.mark.redis
 
@@ -80,55 +76,8 @@ async def test_another_model_and_a_server_that_is_not_there_are_named(world: Wor
 # ---------------------------------------------------------------- in a terminal
 
 
-class Terminal:
-    """The other end of a terminal in which somebody talks."""
-
-    def __init__(self, url: str, home: Path) -> None:
-        self._ours, theirs = pty.openpty()
-        self.process = subprocess.Popen(
-            [*PAGESTREAM, "chat", "--url", url],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            env={**os.environ, "HOME": str(home), "TERM": "dumb"},
-            start_new_session=True,
-            preexec_fn=_sit_down,  # noqa: PLW1509 - it takes no lock
-        )
-        os.close(theirs)
-        os.set_blocking(self._ours, False)
-        self.seen = ""
-
-    def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
-
-    def has(self, text: str) -> bool:
-        with suppress(OSError):  # nothing new, or nobody there any more
-            self.seen += os.read(self._ours, 65536).decode()
-        return text in self.seen
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._ours)
-
-
-def _sit_down() -> None:
-    """In the child: its standard input is its terminal, and Ctrl-C is heard."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
-    os.close(os.open(os.ttyname(0), os.O_RDWR))
-
-
-@contextmanager
-def terminal(url: str, home: Path) -> Iterator[Terminal]:
-    made = Terminal(url, home)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 async def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(world: World, tmp_path: Path) -> None:
-    with terminal(world.url, tmp_path) as person:
+    with terminal([*PAGESTREAM, "chat", "--url", world.url], tmp_path) as person:
         await until(lambda: person.has("> "))
         world.engine.be_silent()
         person.type("hello\n")
