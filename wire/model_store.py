@@ -261,9 +261,7 @@ def _hub_snapshot(hub_id: str) -> Path | None:
 
 def _fetch(hub_id: str, folder: Path, settings: Settings, tell: Progress) -> None:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and only for hub ids
-    from huggingface_hub.utils import (  # noqa: PLC0415 - likewise
-        tqdm,  # type: ignore[attr-defined] # they give it to everybody, and no list says so
-    )
+    from huggingface_hub.utils.tqdm import tqdm  # noqa: PLC0415 - likewise
 
     patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", _WEIGHTS]
     patterns += _PICKLES if settings.allow_pickle_weights else ()
@@ -277,6 +275,9 @@ def _fetch(hub_id: str, folder: Path, settings: Settings, tell: Progress) -> Non
     except Exception as error:  # the client raises a dozen unrelated types
         reason = " ".join(str(error).split())[:300]
         raise ModelMissing(f"{hub_id} could not be fetched from Hugging Face: {reason}") from None
+    if (problem := _unservable(partial, settings)) is not None:
+        reason = problem.replace(str(partial), "what there is of it")
+        raise ModelMissing(f"{hub_id} was fetched from Hugging Face, but {reason}")
     with writing(folder) as beside:
         if beside is not None:
             beside.rmdir()

@@ -88,7 +88,8 @@ async def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(world: World, tmp_path:
         world.engine.talk()
         person.type("again\n")
         await until(lambda: person.has("hello world") and person.seen.endswith("> "))
-        person.type("not sent\x03")
+        person.type("not sent\x03")  # takes back what is typed
+        await until(lambda: person.has("> \r\n> "))
         person.type("\x04")
         async with asyncio.timeout(PATIENCE_S):
             code = await asyncio.to_thread(person.process.wait)
