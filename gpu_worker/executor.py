@@ -32,6 +32,7 @@ from wire.messages import ModelRunnerOutput, SchedulerOutput
 log = structlog.get_logger()
 
 T = TypeVar("T")
+Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,14 @@ class Executor:
         assert self._runner is not None, "load comes first"
         return self._runner
 
-    async def load(self, find_folder: Callable[[], Path]) -> DeviceInfo:
-        """Find the model, load it, make the cache and warm up.
+    async def load(
+        self, find_folder: Callable[[], Path], tell: Tell = lambda _: None
+    ) -> DeviceInfo:
+        """Find the model, load it, make the cache and warm up; `tell` hears what is being done.
 
         Raises SettingsError or StartupError when that cannot be.
         """
-        return await self._run(lambda: self.load_here(find_folder()))
+        return await self._run(lambda: self.load_here(find_folder(), tell))
 
     def submit(self, step: SchedulerOutput) -> asyncio.Future[ModelRunnerOutput | None]:
         """Run a step after those given before; None for one of an epoch that is over.
@@ -110,17 +113,20 @@ class Executor:
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @torch.inference_mode()
-    def load_here(self, folder: Path) -> DeviceInfo:
+    def load_here(self, folder: Path, tell: Tell = lambda _: None) -> DeviceInfo:
         """Load a folder on the calling thread, for a process that has no other use for it."""
         with contextlib.suppress(RuntimeError):  # torch takes it once, and only before any work
             torch.set_num_interop_threads(1)
         settings = self._settings
+        tell("loading the weights")
         model = load_model(settings, folder)
         backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
+        tell("preparing the weights")
         model = prepare(settings, model, backend)
         capacity = self._fit(model)
         self._grammars = GrammarCompiler(folder, capacity.vocab_size)
         self._runner = ModelRunner(model, backend, capacity, self._grammars)
+        tell("warming up")
         self._runner.warm_up()
         return DeviceInfo(capacity, model.device.type, str(model.dtype).removeprefix("torch."))
 

@@ -26,10 +26,12 @@ from scheduler_svc.recording import new_scheduler
 from scheduler_svc.roster import Roster
 from scheduler_svc.statistics import Statistics
 from scheduler_svc.sweeper import Sweeper
+from scheduler_svc.traces import RequestTraces
 from wire.bus import Bus, BusDownError, Entry, FencedError, retrying
 from wire.codec import WireError, decode_as
 from wire.config import Settings
 from wire.messages import ModelRunnerOutput, SchedulerOutput
+from wire.traces import Tracing
 
 log = structlog.get_logger()
 
@@ -47,7 +49,14 @@ class Leader:
     """One epoch of leadership, from recovery to its end."""
 
     def __init__(
-        self, bus: Bus, settings: Settings, owner: str, epoch: int, server_ms: int
+        self,
+        bus: Bus,
+        settings: Settings,
+        owner: str,
+        epoch: int,
+        server_ms: int,
+        *,
+        tracing: Tracing | None = None,
     ) -> None:
         self._bus = bus
         self._lease_s = settings.leader_lease_s
@@ -55,6 +64,9 @@ class Leader:
         self._epoch = epoch
         self._clock_offset = server_ms / 1000 - time.monotonic()
         self._scheduler = new_scheduler(core_config(settings), epoch, settings.record_file)
+        self._traces = (
+            None if tracing is None else RequestTraces(tracing, self._scheduler, epoch, self._now)
+        )
         self._ledger = Ledger()
         self._statistics = Statistics(self._scheduler, epoch)
         self._chronicle = Chronicle(bus.keys)
@@ -67,6 +79,7 @@ class Leader:
             self._reader,
             mirror=self._mirror,
             chronicle=self._chronicle,
+            traces=self._traces,
         )
         self._gateways = Gateways(
             bus, settings, self._scheduler, self._ledger, chronicle=self._chronicle
@@ -77,6 +90,7 @@ class Leader:
             self._ledger,
             self._statistics,
             retention_s=lambda: self._intake.settings.retention_s,
+            traces=self._traces,
         )
         self._intake = Intake(
             self._scheduler,
@@ -85,6 +99,7 @@ class Leader:
             self._chronicle,
             collect=self._commits.collect,
             links=lambda: self._roster.links,
+            traces=self._traces,
         )
         self._caution = Caution(bus, self._intake, self._ledger)
         self._untried: set[str] = set()  # workers that got no step since an entry was taken in
@@ -155,6 +170,8 @@ class Leader:
         self._commits.collect()
         self._reader.cursors[self._bus.keys.requests()] = self._cursor
         self._is_open.set()
+        if self._traces is not None:
+            self._traces.is_recovering = False
 
     # ------------------------------------------------------------ one turn
 
@@ -218,7 +235,9 @@ class Leader:
             return
         if self._roster.take_fence_answer(process, result):
             return
-        self._statistics.device_us += result.device_us
+        lane = self._scheduler.lanes.get(process)
+        has_more = lane is not None and len(lane.in_flight) > 1
+        self._statistics.note_result(process, result.device_us, time.monotonic(), has_more=has_more)
         if not self._scheduler.update_from_output(process, result):
             self._roster.lose(process, result.failed or "its result does not fit the step")
 
@@ -251,6 +270,9 @@ class Leader:
         return self._now() - oldest < wait_s
 
     async def _publish(self, process: str, step: SchedulerOutput) -> None:
+        self._statistics.note_step()
+        if self._traces is not None:
+            self._traces.stepped(process, step)
         await retrying(partial(self._bus.publish_step, process, step))
         log.debug("step_dispatched", worker=process, step_id=step.step_id)
 

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -122,6 +123,11 @@ class Settings(BaseSettings):
     log_format: Literal["console", "json"] = Field("console", description="Form of the log lines.")
     log_prompts: bool = Field(
         False, description="Write the bodies of requests, prompts and all, into the log."
+    )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="OTLP/HTTP collector that gets traces, as `http://host:4318`; needs the extra "
+        "`otel`.",
     )
     record_file: Path | None = Field(
         None,
@@ -235,6 +241,14 @@ class Settings(BaseSettings):
     @classmethod
     def _usable_address(cls, value: str) -> str:
         return address.check(value)
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _usable_collector(cls, value: str | None) -> str | None:
+        parts = urlsplit(value or "http://host")
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0:
+            raise ValueError("must be like http://host:4318 or https://host/path")
+        return value
 
     @model_validator(mode="after")
     def _budget_fits(self) -> Settings:

@@ -104,7 +104,9 @@ class Scheduler:
         suspects = [] if is_orderly else list(lane.running)
         for request in lane.abandon():
             request.life.enter("lost", self._state.now)
-            self.totals.num_preemptions += 1
+            self.totals.preemptions["recompute", "worker_lost"] += 1
+            if request.preempted_at is None:  # else it was swapped, and waits already
+                request.wait_again(self._state.told_at)
             self._state.waiting.push(request)
         for request in suspects:
             request.blame(was_alone=len(suspects) == 1)
@@ -178,6 +180,7 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """End what has waited too long for its first step, or has missed its deadline."""
+        self._state.told_at = now
         for num in self._alarms.due(now):
             request = self._state.requests.get(num)
             if request is not None and (error := overdue(request, now, self.config)):
@@ -203,6 +206,7 @@ class Scheduler:
         if lane is None:
             self.totals.num_ignored += 1
             return None
+        self._state.told_at = now
         return StepPlanner(self._state, lane, now).plan()
 
     def update_from_output(self, worker: str, output: ModelRunnerOutput) -> bool:
@@ -267,6 +271,7 @@ class Scheduler:
             return False
         if request.status is not RequestStatus.FINISHED:
             lane.distrust(request)
+            self.totals.num_corrupted += error.code == "internal"
             ending.fail(self._state, request, error.message, error.code)
         return True
 

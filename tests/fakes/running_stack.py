@@ -80,11 +80,12 @@ class RunningStack:
             assert is_on, f"never: {what}\n{self.errors.read_text()[-2000:]}"
             time.sleep(pause_s)
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run the command line beside it."""
+    def run(self, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+        """Run the command line beside it, with something on its standard input."""
         return subprocess.run(
             [*PAGESTREAM, *arguments],
             env=self.environ,
+            input=given,
             capture_output=True,
             text=True,
             check=False,
