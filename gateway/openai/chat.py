@@ -61,6 +61,7 @@ class ChatBody(GenerationBody):
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
+        "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "verbosity": NOTHING,
         "web_search_options": NOTHING,

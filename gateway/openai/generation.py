@@ -38,6 +38,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": NOTHING,
     "repetition_detection": NOTHING,
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
     "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
@@ -87,6 +88,9 @@ class GenerationBody(ModelBody):
     deadline_ms: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     cache_salt: Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")] | None = None
     user: str | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    request_id: str | None = None
+    session_id: str | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:
