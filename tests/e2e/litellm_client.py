@@ -12,7 +12,7 @@ from typing import Any
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it asks the internet for prices
 
-import litellm  # noqa: E402 - reads the environment
+import litellm  # behind the line that it reads
 
 SCHEMA = {
     "type": "object",

@@ -136,7 +136,7 @@ RULES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": 1.2},
-    "a negative frequency": {"frequency_penalty": -0.5},
+    "a negative frequency": {"frequency_penalty": -2.0},
     "repetition": {"repetition_penalty": 1.4},
     "all three": {
         "presence_penalty": 0.7,
@@ -146,7 +146,7 @@ RULES: dict[str, dict[str, Any]] = {
     "a bias": {"logit_bias": {"260": 4.5, "253": -100}},
     "allowed tokens": {"allowed_token_ids": [260, 282, 284, 30, 28, 253]},
     "a floor": {"min_tokens": NUM_TOKENS, "stop_token_ids": [28, 30, 260]},
-    "bad words": {"bad_words": ["the", "dog"]},
+    "bad words": {"bad_words": ["is", "a"]},
 }
 DRAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
