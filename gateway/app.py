@@ -97,6 +97,7 @@ def create_app(
         [
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat_completions),
+            web.post("/v1/responses", handlers.responses),
             web.post("/tokenize", tokens.tokenize),
             web.post("/detokenize", tokens.detokenize),
             web.get("/v1/streams/{id}", resume.stream),

@@ -35,6 +35,7 @@ class RunningStack:
 
     def __init__(self, command: list[str], data_dir: Path, models: Path) -> None:
         self.data_dir = data_dir
+        self.models = models
         self.port = free_port()
         self.environ = os.environ | {
             "PAGESTREAM_DATA_DIR": str(data_dir),
