@@ -6,7 +6,7 @@ Written at most every INTERVAL_S and only where something changed, so that it ne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from scheduler_svc.core.scheduler import Scheduler
 from wire.bus import Bus
@@ -16,14 +16,18 @@ INTERVAL_S = 0.25
 MAX_TABLES = 64
 """Block tables written each time; the rest follow with the next ones."""
 
+MAX_WORDS = 2000
+"""Of one command; a script cannot take much longer ones apart."""
+
 Command = tuple[str | int | float, ...]
 
 
 class Mirror:
     """Knows what stands in Redis, and writes the difference."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, epoch: int) -> None:
         self._bus = bus
+        self._epoch = epoch
         self._keys: Keys = bus.keys
         self._queues: dict[str, dict[str, float]] = {}
         self._tables: dict[str, dict[str, int]] = {}  # key -> req_id -> length that was written
@@ -37,13 +41,13 @@ class Mirror:
             await self._compare(commands, scheduler, names)
             if commands:
                 self._is_in_doubt = True
-                await self._bus.write(commands)
+                await self._bus.write_as_leader(self._epoch, commands)
                 self._is_in_doubt = False
 
     async def clear(self, names: Iterable[str]) -> None:
         """Forget what an earlier leader or a lost worker left behind."""
         async with self._one_at_a_time:
-            await self._bus.write([self._removal(names)])
+            await self._bus.write_as_leader(self._epoch, [self._removal(names)])
 
     async def _compare(
         self, commands: list[Command], scheduler: Scheduler, names: dict[str, str]
@@ -78,9 +82,10 @@ class Mirror:
     def _write_queue(self, commands: list[Command], key: str, members: dict[str, float]) -> None:
         written = self._queues.get(key, {})
         if gone := written.keys() - members.keys():
-            commands.append(("ZREM", key, *sorted(gone)))
+            commands += _in_parts(("ZREM", key), sorted(gone))
         if added := [item for item in members.items() if item[0] not in written]:
-            commands.append(("ZADD", key, *(v for name, score in added for v in (score, name))))
+            pairs = [value for name, score in added for value in (score, name)]
+            commands += _in_parts(("ZADD", key), pairs)
         self._queues[key] = members
 
     def _write_tables(
@@ -88,7 +93,7 @@ class Mirror:
     ) -> None:
         written = self._tables.setdefault(key, {})
         if gone := written.keys() - tables.keys():
-            commands.append(("HDEL", key, *sorted(gone)))
+            commands += _in_parts(("HDEL", key), sorted(gone))
             for req_id in gone:
                 del written[req_id]
         changed = [r for r, blocks in tables.items() if written.get(r) != len(blocks)]
@@ -96,6 +101,12 @@ class Mirror:
             blocks = tables[req_id]
             commands.append(("HSET", key, req_id, " ".join(map(str, blocks))))
             written[req_id] = len(blocks)
+
+
+def _in_parts(command: Command, words: Sequence[str | float]) -> list[Command]:
+    """One command for each few words of many."""
+    starts = range(0, len(words), MAX_WORDS)
+    return [(*command, *words[start : start + MAX_WORDS]) for start in starts]
 
 
 def _score(req: int) -> float:

@@ -30,7 +30,8 @@ SCHEDULER = ("-m", "scheduler_svc")
 WORKER = ("-m", "tests.fakes.oracle_worker")
 GATEWAY = ("-m", "tests.fakes.stream_gateway")
 
-FIXED = {"requests", "log", "epoch", "stats", "tenants", "workers", "gateways", "schedulers"}
+FIXED = {"requests", "log", "epoch", "last_write", "stats", "tenants"}
+FIXED |= {"workers", "gateways", "schedulers"}
 """Keys that every pool has for ever."""
 
 RESTART_PAUSE_S = 0.1

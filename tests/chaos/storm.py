@@ -112,10 +112,7 @@ class Weather:
             "kill leader": (4, self._kill_leader),
             "kill standby": (1, self._kill_standby),
             "kill worker": (5, lambda: self._kill(draw.choice(pool.workers))),
-            "kill Redis": (
-                9 if is_watched else 3,
-                lambda: pool.restart_redis(draw.uniform(0, 0.8)),
-            ),
+            "kill Redis": (num_kills, lambda: pool.restart_redis(draw.uniform(0, 0.8))),
             "kill both schedulers": (1, lambda: self._kill_all(pool.schedulers)),
             "kill both workers": (1, lambda: self._kill_all(pool.workers)),
             "freeze gateway": (1, lambda: self._freeze(draw.choice(pool.gateways))),
