@@ -40,7 +40,7 @@ class SentinelPool(Pool):
 
     async def close(self, *, keep_logs: bool = False) -> None:
         await super().close(keep_logs=keep_logs)
-        self.watched.close()
+        self.watched.close(self.folder if keep_logs else None)
 
     async def keys(self) -> list[tuple[str, int]]:
         await self._find_primary()

@@ -78,8 +78,12 @@ class Watched:
             return self.servers[self.ports.index(int(found))]
         raise LookupError("no Sentinel answers")
 
-    def close(self) -> None:
-        """Kill everything, and remove the folders."""
+    def close(self, logs: Path | None = None) -> None:
+        """Kill everything, and remove the folders; what was written goes to `logs`, if given."""
+        for number, server in enumerate(self.servers if logs is not None else ()):
+            shutil.copy(server.folder / "log", f"{logs}/redis{number}.log")
+        for port in self.sentinel_ports if logs is not None else ():
+            shutil.copy(self._folder / str(port) / "log", f"{logs}/sentinel{port}.log")
         for sentinel in self._sentinels:
             sentinel.kill()
             sentinel.wait()
