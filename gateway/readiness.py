@@ -15,7 +15,7 @@ from typing import NoReturn
 import structlog
 
 from gateway.errors import RETRY_LATER_S, unavailable
-from gateway.grammars import GrammarChecker
+from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import Metrics
 from gateway.model_facts import ModelFacts, ModelFolderError, read_facts
 from gateway.tokenizer import Tokenizer

@@ -39,8 +39,10 @@ class SentinelPool(Pool):
             yield self
 
     async def close(self, *, keep_logs: bool = False) -> None:
+        if keep_logs:
+            self.watched.copy_logs(self.folder)
         await super().close(keep_logs=keep_logs)
-        self.watched.close(self.folder if keep_logs else None)
+        self.watched.close()
 
     async def keys(self) -> list[tuple[str, int]]:
         await self._find_primary()

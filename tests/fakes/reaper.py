@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -17,21 +16,21 @@ from pathlib import Path
 MARK = "TESTED_BY"
 _ROUNDS = 3  # a process that is just being made may be missed once
 
-_watcher: tuple[subprocess.Popen[bytes], int] | None = None
+_pipe: int | None = None
 
 
 def watch() -> None:
     """From now on, whoever descends from this process ends with it. Twice is as good as once."""
-    global _watcher  # noqa: PLW0603 - one for the whole process; its pipe is open until the end
-    if _watcher is not None:
+    global _pipe  # open until the end of this process
+    if _pipe is not None:
         return
     os.environ[MARK] = secrets.token_hex(8)
-    their_end, our_end = os.pipe()
+    their_end, _pipe = os.pipe()
     unmarked = {name: value for name, value in os.environ.items() if name != MARK}
     command = [sys.executable, "-S", __file__, os.environ[MARK]]
-    watcher = subprocess.Popen(command, stdin=their_end, env=unmarked, start_new_session=True)
+    stdin = [(os.POSIX_SPAWN_DUP2, their_end, 0)]
+    os.posix_spawn(sys.executable, command, unmarked, file_actions=stdin, setsid=True)
     os.close(their_end)
-    _watcher = watcher, our_end
 
 
 def marked(mark: str) -> list[int]:

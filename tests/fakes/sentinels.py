@@ -78,12 +78,15 @@ class Watched:
             return self.servers[self.ports.index(int(found))]
         raise LookupError("no Sentinel answers")
 
-    def close(self, logs: Path | None = None) -> None:
-        """Kill everything, and remove the folders; what was written goes to `logs`, if given."""
-        for number, server in enumerate(self.servers if logs is not None else ()):
-            shutil.copy(server.folder / "log", f"{logs}/redis{number}.log")
-        for port in self.sentinel_ports if logs is not None else ():
-            shutil.copy(self._folder / str(port) / "log", f"{logs}/sentinel{port}.log")
+    def copy_logs(self, folder: Path) -> None:
+        """Keep what servers and Sentinels have written."""
+        for port, server in zip(self.ports, self.servers, strict=True):
+            shutil.copy(server.folder / "log", folder / f"redis-{port}.log")
+        for port in self.sentinel_ports:
+            shutil.copy(self._folder / str(port) / "log", folder / f"sentinel-{port}.log")
+
+    def close(self) -> None:
+        """Kill everything, and remove the folders."""
         for sentinel in self._sentinels:
             sentinel.kill()
             sentinel.wait()
@@ -101,7 +104,7 @@ class Watched:
         config.write_text(
             f"port {port}\ndir {folder}\nlogfile {folder}/log\n"
             f"sentinel monitor {SERVICE} {HERE} {self.ports[0]} {quorum}\n"
-            f"sentinel down-after-milliseconds {SERVICE} 300\n"
+            f"sentinel down-after-milliseconds {SERVICE} 1000\n"
             f"sentinel failover-timeout {SERVICE} 2000\n"
         )
         words = [str(find_binary(self._kind)), str(config), "--sentinel"]
