@@ -15,16 +15,16 @@ import argparse
 import asyncio
 import json
 import random
-import re
 import sys
 import time
+from collections import Counter
 from statistics import median
 
 import psutil
 import redis.asyncio
 
 from tests.chaos.clients import Crowd, random_clients
-from tests.chaos.pool import Pool
+from tests.chaos.pool import FIXED, Pool
 from tests.fakes.redis_server import KINDS, find_binary
 
 LOOK_S = 5.0
@@ -92,18 +92,20 @@ async def kill(pool: Pool, every_s: float) -> None:
         draw.choice(mortal).kill()
 
 
-async def kinds_of_keys(pool: Pool) -> set[str]:
-    """Every key, but for which life of a process it belongs to."""
-    return {re.sub(r"\.[0-9a-f]{8}$", "", key) for key, _ in await pool.keys()}
+async def kinds_of_keys(pool: Pool) -> Counter[str]:
+    """How many keys there are of each kind, but for those that every pool has for ever."""
+    prefix = pool.bus.keys.named("")
+    names = [key.removeprefix(prefix) for key, _ in await pool.keys()]
+    return Counter(name.split(":")[0] for name in names if name not in FIXED)
 
 
-async def what_is_left(pool: Pool, at_first: set[str]) -> list[str]:
-    """Keys that an idle pool does not have, once there was time for them to go."""
+async def what_is_left(pool: Pool, at_first: Counter[str]) -> Counter[str]:
+    """Keys more than at first, once there was time for them to go."""
     deadline = time.monotonic() + FADE_S
     while True:
         left = await kinds_of_keys(pool) - at_first
         if not left or time.monotonic() > deadline:
-            return sorted(left)
+            return left
         await asyncio.sleep(1.0)
 
 

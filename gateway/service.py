@@ -48,7 +48,11 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     gateway_id = process_id("gateway")
     app = create_app(settings, bus, gateway_id, access=access)
     runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_WORDS_S
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=LAST_WORDS_S,
+        keepalive_timeout=settings.client_timeout_s,  # counts until a request's headers are whole
     )
     try:
         await runner.setup()
