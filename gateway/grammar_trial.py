@@ -23,7 +23,7 @@ from pathlib import Path
 from wire.grammars import GrammarError, GrammarTokenizer
 
 CPU_S = 2.0  # of one grammar; most take a few milliseconds
-MEMORY = 256 * 1024 * 1024  # bytes that it may take
+MEMORY = 128 * 1024 * 1024  # bytes that it may take; workers keep some that were compiled
 STACK = 2 * 1024 * 1024  # bytes; a quarter of what a worker has, which will compile it too
 AT_ONCE = 4
 NICENESS = 5  # below whatever serves
