@@ -119,6 +119,37 @@ async def test_the_clients_prefix_wins_over_a_longer_record(bus: Bus, settings: 
     assert await bus.tokens(["r"]) == [saved]
 
 
+async def test_order_priorities_and_deadlines_survive_the_scheduler(
+    make_settings: Callable[..., Settings],
+) -> None:
+    settings = make_settings(max_num_seqs=1, scheduling_policy="priority", leader_lease_s=0.5)
+    order: list[str] = []
+
+    async def note_end(name: str, stream: Stream) -> None:
+        end = await stream.finished()
+        order.append(name if end.error is None else f"{name}: {end.error_code}")
+
+    async with StreamClient(settings).running() as client, asyncio.timeout(PATIENCE_S):
+        async with scheduler(settings):
+            streams = {
+                "later": await client.submit([1] * 9, 3, priority=5),
+                "last": await client.submit([2] * 9, 3, priority=5),
+                "urgent": await client.submit([3] * 9, 3, priority=-5),
+                "too late": await client.submit([4] * 9, 3, deadline_ms=1500),
+            }
+
+            async def all_wait() -> bool:
+                return (await client.bus.queue_lengths([]))["waiting"] == len(streams)
+
+            await until(all_wait)
+        ends = [asyncio.ensure_future(note_end(*one)) for one in streams.items()]
+        async with scheduler(settings):
+            await streams["too late"].finished()
+            async with OracleWorker(settings).running():
+                await asyncio.gather(*ends)
+    assert order == ["too late: unavailable", "urgent", "later", "last"]
+
+
 async def test_a_record_that_was_lost_is_written_anew(redis_server: RedisServer) -> None:
     settings = load(redis_url=redis_server.url)
     async with (
