@@ -174,7 +174,7 @@ async def _model_ctx(app: web.Application) -> AsyncIterator[None]:
         yield
     if readiness.model is not None:
         readiness.model.tokenizer.close()
-        readiness.model.grammars.close()
+        await readiness.model.grammars.close()
 
 
 def _watch_ctx(rate: ServiceRate) -> Context:
