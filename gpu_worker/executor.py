@@ -36,6 +36,7 @@ from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel, load_model
 from gpu_worker.model_runner import Launched, ModelRunner
+from gpu_worker.native.memory import keep_what_is_freed
 from gpu_worker.prepare import prepare
 from wire.config import Settings
 from wire.messages import ModelRunnerOutput, SchedulerOutput
@@ -139,6 +140,7 @@ class Executor:
         """Load a folder on the calling thread, for a process that has no other use for it."""
         with contextlib.suppress(RuntimeError):  # torch takes it once, and only before any work
             torch.set_num_interop_threads(1)
+        keep_what_is_freed()
         settings = self._settings
         tell("loading the weights")
         model = load_model(settings, folder)
