@@ -95,7 +95,7 @@ class Board:
         self._events.extend(self._change.events)
         self._ended.extend(self._change.ended)
         self._pool = {name: float(sight.stats.get(name) or 0) for name in _FIGURES}
-        workers = [_worker(one) for one in sight.workers]
+        workers = [_worker(one) for one in sorted(sight.workers, key=lambda one: one.name)]
         self._change.has_workers = workers != self._workers
         self._workers = workers
         processes = [*_processes("gateway", sight.gateways)]
