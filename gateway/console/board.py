@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gateway.console.block_map import FIRST, HELD, BlockMap, runs_of
+from gateway.console.block_map import FIRST, HELD, MAX_BLOCKS, BlockMap, runs_of
 from gateway.console.sight import Fields, Sight, WorkerSight
 from wire.life import LifeLine
 from wire.stream import Entry
@@ -152,7 +152,7 @@ class Board:
                     continue
                 key = worker.name, kind
                 one = self._maps[key] = before.get(key) or BlockMap()
-                is_new = len(one.owners) != num_blocks
+                is_new = len(one.owners) != min(num_blocks, MAX_BLOCKS)
                 changes = one.update(num_blocks, tables, cached, self._place_of)
                 if is_new:
                     self._change.new_maps.append(key)
