@@ -16,25 +16,30 @@ from gateway.app_keys import (
     BACKGROUND,
     BUS,
     ENGINE,
+    FIGURES,
     KEEP_ALIVE_S,
     OPEN_REQUESTS,
     READINESS,
     SEEDS,
     SETTINGS,
+    TRACING,
 )
 from gateway.background import Background
 from gateway.console import assets, routes
 from gateway.console.feed import Feed
 from gateway.engine_client import EngineClient
-from gateway.middlewares import OpenRequests, answer_errors, echo_request_id
+from gateway.metrics import GatewayFigures
+from gateway.middlewares import OpenRequests, answer_errors, counting, echo_request_id
 from gateway.output_router import OutputRouter
 from gateway.readiness import Readiness
+from gateway.request_traces import tracing_requests
 from gateway.sampling import seeds
 from gateway.service_rate import ServiceRate
 from gateway.watched_files import WatchedFiles
 from wire.bus import Bus, BusError
 from wire.config import Settings, new_incarnation, process_id
 from wire.service import heartbeat
+from wire.traces import Tracing
 
 SECONDS_TO_COMMENT = 5.0  # a stream that has nothing to say shows that it lives
 
@@ -48,6 +53,7 @@ def create_app(
     *,
     keep_alive_s: float = SECONDS_TO_COMMENT,
     access: Access | None = None,
+    tracing: Tracing | None = None,
 ) -> web.Application:
     """Make the app; run it with `handler_cancellation`, and watch its BACKGROUND for a failure."""
     gateway_id = gateway_id or process_id("gateway")
@@ -55,11 +61,12 @@ def create_app(
     router = OutputRouter(bus, f"{gateway_id}.{incarnation}")
     rate = ServiceRate()
     open_requests = OpenRequests()
+    figures = GatewayFigures(settings)
     access = access or Access(settings)
-    app = web.Application(
-        middlewares=[open_requests.count, answer_errors, access.admit],
-        client_max_size=settings.max_body_bytes,
-    )
+    middlewares = [open_requests.count, counting(figures), answer_errors, access.admit]
+    if tracing is not None:
+        middlewares.insert(2, tracing_requests(tracing))
+    app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     app[SETTINGS] = settings
     app[ACCESS] = access
     app[BUS] = bus
@@ -67,11 +74,13 @@ def create_app(
     app[READINESS] = Readiness(settings, bus)
     app[BACKGROUND] = Background()
     app[OPEN_REQUESTS] = open_requests
+    app[FIGURES] = figures
     app[SEEDS] = seeds(settings.seed)
     app[KEEP_ALIVE_S] = keep_alive_s
     app[assets.ASSETS] = assets.read_assets()
     app[routes.GATEWAY_ID] = gateway_id
     app[routes.FEED] = Feed(bus, lambda: app[READINESS].state)
+    app[TRACING] = tracing
     app.on_response_prepare.append(echo_request_id)
     app.on_shutdown.append(_end_streams)
     app.cleanup_ctx.extend(
@@ -88,6 +97,7 @@ def create_app(
         [
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat_completions),
+            web.post("/v1/responses", handlers.responses),
             web.post("/tokenize", tokens.tokenize),
             web.post("/detokenize", tokens.detokenize),
             web.get("/v1/streams/{id}", resume.stream),
@@ -164,7 +174,7 @@ async def _model_ctx(app: web.Application) -> AsyncIterator[None]:
         yield
     if readiness.model is not None:
         readiness.model.tokenizer.close()
-        readiness.model.grammars.close()
+        await readiness.model.grammars.close()
 
 
 def _watch_ctx(rate: ServiceRate) -> Context:

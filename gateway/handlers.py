@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, TypeGuard
 
@@ -17,18 +17,26 @@ from aiohttp import web
 
 from gateway import resume
 from gateway.answers import answer_for
-from gateway.app_keys import ENGINE, KEEP_ALIVE_S, SETTINGS
+from gateway.app_keys import ENGINE, KEEP_ALIVE_S, SETTINGS, TRACING
 from gateway.body_reader import read_body
 from gateway.chat_plan import plan_chat, with_reasoning
 from gateway.detokenizer import TextOptions, text_of
 from gateway.engine_client import GenerationRequest
-from gateway.errors import unavailable
+from gateway.errors import ApiError, invalid, unavailable
 from gateway.grammars import grammar_of
-from gateway.metrics import RequestTimes
-from gateway.openai import ChatBody, CompletionBody, GenerationBody
+from gateway.middlewares import ARRIVAL
+from gateway.openai import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    ResponsesBody,
+    in_words_of_responses,
+)
 from gateway.positions import Numbering
 from gateway.readiness import ServedModel
 from gateway.rendering import Rendering, reading_of
+from gateway.request_times import RequestTimes
+from gateway.request_traces import SPAN, RequestTraces
 from gateway.responses import stream, whole
 from gateway.sampling import check_request, truncated
 from gateway.sequences import SequenceOutput
@@ -92,6 +100,22 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
     model, body = await read_body(request, ChatBody)
+    return await _chat(request, model, body)
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses`: a chat in other words."""
+    model, body = await read_body(request, ResponsesBody)
+    try:
+        return await _chat(request, model, body.for_chat(), body)
+    except ApiError as error:
+        raise in_words_of_responses(error) from error
+
+
+async def _chat(
+    request: web.Request, model: ServedModel, body: ChatBody, asked: ResponsesBody | None = None
+) -> web.StreamResponse:
+    """Answer a chat, as a response if it was asked for as one."""
     check_request(body, model.facts)
     visit = await resume.visit_of(request)
     if visit.known is not None:
@@ -118,6 +142,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         text=replace(text, shown_ids=shown_ids),
         speech=speech,
     )
+    if asked is not None:
+        rendering = _as_response(rendering, asked, requests[0].sampling)
     return await _respond(request, _Job(body, model, visit, rendering, requests))
 
 
@@ -162,6 +188,14 @@ def _rendering(
     )
 
 
+def _as_response(rendering: Rendering, asked: ResponsesBody, used: SamplingParams) -> Rendering:
+    """Answer as a response does, which repeats what it was asked. Raises ApiError."""
+    if rendering.num_logprobs is not None and rendering.speech.parser() is not None:
+        raise invalid("include: no log-probabilities together with reasoning", "include")
+    echo = {**asked.echo(), "temperature": used.temperature, "top_p": used.top_p}
+    return replace(rendering, endpoint="response", echo=echo)
+
+
 def _is_whole(given: str | list[int], body: CompletionBody) -> TypeGuard[str]:
     """Whether an echo is the prompt as it was given."""
     return isinstance(given, str) and body.truncate_prompt_tokens is None
@@ -186,7 +220,7 @@ async def _respond(request: web.Request, job: _Job) -> web.StreamResponse:
         has_opening=answer.has_opening,
     )
     try:
-        async with aclosing(_outputs(request.app, job, record)) as batches:
+        async with aclosing(_outputs(request, job, record)) as batches:
             if job.body.stream:
                 return await stream(request, answer, batches, numbering)
             return await whole(answer, batches)
@@ -199,28 +233,39 @@ async def _respond(request: web.Request, job: _Job) -> web.StreamResponse:
 
 
 async def _outputs(
-    app: web.Application, job: _Job, record: AnswerRecord
+    request: web.Request, job: _Job, record: AnswerRecord
 ) -> AsyncGenerator[list[SequenceOutput], None]:
     """Generate, and measure what comes. An echo alone needs no engine."""
+    app, arrival = request.app, request[ARRIVAL]
     sizes = [(len(r.prompt_token_ids), r.sampling.max_tokens) for r in job.requests]
-    with RequestTimes(job.model.metrics, sizes, n=job.body.n) as times:
+    with RequestTimes(job.model.metrics, sizes, n=job.body.n, arrival=arrival) as times:
         if not _needs_engine(job.body):
             for index in range(len(sizes)):
-                times.ended(index, "length", 0)
+                times.ended(index, "length")
             yield [SequenceOutput(i, "", [], 0, finish_reason="length") for i in range(len(sizes))]
             return
         reading = reading_of(job.rendering, job.model.tokenizer.vocabulary, app[KEEP_ALIVE_S])
-        generation = app[ENGINE].generate(job.requests, record, reading, job.visit.lapsed_claim)
-        async with aclosing(generation) as batches:
-            async for outputs in batches:
-                for output in outputs:
-                    if output.started is not None:
-                        times.started(output.started.queue_ms)
-                    times.tokens(output.index, len(output.token_ids))
-                    if output.finish_reason is not None:
-                        times.ended(output.index, output.finish_reason, output.num_preemptions)
-                is_echo = job.body.asked_tokens == 0
-                yield [_without_output(one) for one in outputs] if is_echo else outputs
+        with _traces(request, job, record) as traces:
+            requests = job.requests if traces is None else traces.traced(job.requests)
+            generation = app[ENGINE].generate(requests, record, reading, job.visit.lapsed_claim)
+            async with aclosing(generation) as batches:
+                async for outputs in batches:
+                    for output in outputs:
+                        times.note(output)
+                        if traces is not None:
+                            traces.note(output)
+                    is_echo = job.body.asked_tokens == 0
+                    yield [_without_output(one) for one in outputs] if is_echo else outputs
+
+
+def _traces(
+    request: web.Request, job: _Job, record: AnswerRecord
+) -> AbstractContextManager[RequestTraces | None]:
+    """Trace the sequences of a request that is traced."""
+    tracing, span = request.app[TRACING], request.get(SPAN)
+    if tracing is None or span is None:
+        return nullcontext()
+    return RequestTraces(tracing, span, record.req_ids, job.requests)
 
 
 def _needs_engine(body: GenerationBody) -> bool:
@@ -238,5 +283,6 @@ def _without_output(output: SequenceOutput) -> SequenceOutput:
         started=output.started,
         finish_reason=output.finish_reason and "length",
         num_preemptions=output.num_preemptions,
+        preempted_ms=output.preempted_ms,
         prompt_logprobs=output.prompt_logprobs,
     )

@@ -15,6 +15,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.live_config import LiveConfig, core_config
 from scheduler_svc.recovery import Control, Submission
+from scheduler_svc.traces import RequestTraces
 from scheduler_svc.worker_link import WorkerLink
 from wire.config import Settings
 from wire.keys import arrival_ms, entry_id, request_number
@@ -35,6 +36,7 @@ class Intake:
         *,
         collect: Callable[[], None],
         links: Callable[[], list[WorkerLink]],
+        traces: RequestTraces | None = None,
     ) -> None:
         """`collect` hands the core's outputs to the ledger; `links` are the workers there are."""
         self._scheduler = scheduler
@@ -42,6 +44,7 @@ class Intake:
         self._live = live
         self._chronicle = chronicle
         self._collect = collect
+        self._traces = traces
         self._links = links
 
     @property
@@ -78,11 +81,15 @@ class Intake:
             self._ledger.control_done(entry_id(req))
             return
         if before is not None:
+            if self._traces is not None:
+                self._traces.drop(before)
             self._ledger.drop(before)
             self._scheduler.abort_request(before)
             self._scheduler.take_outputs()  # its end is nobody's business
         self._ledger.track(req, request, num_saved)
         self._scheduler.add_request(req, request, arrival_ms(req) / 1000)
+        if self._traces is not None:
+            self._traces.begin(req, request)
 
     def control(self, entry: str, control: Control) -> None:
         """Do what a gateway or an operator asks for."""

@@ -23,6 +23,7 @@ def finish(
 
     `num_output_tokens`: how much of its output counts, if not all.
     """
+    request.run_again(state.told_at)
     known = request.num_output_tokens
     counted = known if num_output_tokens is None else max(0, min(num_output_tokens, known))
     if reason in {"stop", "length"}:
@@ -33,6 +34,7 @@ def finish(
         reason,
         stop_token_id,
         num_preemptions=request.num_preemptions,
+        preempted_s=request.preempted_s,
     )
     _end(state, request, end)
 
@@ -45,6 +47,7 @@ def stop(state: State, request: Request, token: int) -> None:
 
 def fail(state: State, request: Request, error: str, code: ErrorCode) -> None:
     """End a request with an error; what it has so far stays."""
+    request.run_again(state.told_at)
     end = Finished(
         request.num,
         request.num_output_tokens,
@@ -52,6 +55,7 @@ def fail(state: State, request: Request, error: str, code: ErrorCode) -> None:
         error=error,
         error_code=code,
         num_preemptions=request.num_preemptions,
+        preempted_s=request.preempted_s,
     )
     _end(state, request, end)
 
