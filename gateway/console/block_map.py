@@ -39,7 +39,8 @@ class BlockMap:
         `place_of` gives a request's place in the table, None if it has none.
         """
         num_blocks = min(num_blocks, MAX_BLOCKS)
-        owners = array("H", b"".join(_SPREAD[byte] for byte in cached)[:num_blocks])
+        bits = b"".join(_SPREAD[byte] for byte in cached)[:num_blocks]
+        owners = array("H", list(bits))
         owners.extend([FREE] * (num_blocks - len(owners)))
         parsed = {}
         for req_id, table in tables.items():
@@ -49,7 +50,7 @@ class BlockMap:
             place = place_of(req_id)
             code = HELD if place is None else FIRST + 2 * place
             for block in blocks:
-                owners[block] = code if owners[block] < HELD else owners[block] | 1
+                owners[block] = _with_another(owners[block], code)
         self._parsed = parsed
         changes = _changes(self.owners, owners)
         self.owners = owners
@@ -65,6 +66,15 @@ def runs_of(owners: Iterable[int]) -> list[int]:
         else:
             runs += (owner, 1)
     return runs
+
+
+def _with_another(owner: int, code: int) -> int:
+    """Who holds a block that one more holds."""
+    if owner < HELD:
+        return code
+    if owner == HELD:
+        return code | 1 if code > HELD else HELD
+    return owner | 1
 
 
 def _numbers(table: bytes, num_blocks: int) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from gateway.console.block_map import FIRST, HELD, BlockMap, runs_of
+from gateway.console.block_map import FIRST, HELD, MAX_BLOCKS, BlockMap, runs_of
 from gateway.console.sight import Fields, Sight, WorkerSight
 from wire.life import LifeLine
 from wire.stream import Entry
@@ -95,7 +95,7 @@ class Board:
         self._events.extend(self._change.events)
         self._ended.extend(self._change.ended)
         self._pool = {name: float(sight.stats.get(name) or 0) for name in _FIGURES}
-        workers = [_worker(one) for one in sight.workers]
+        workers = [_worker(one) for one in sorted(sight.workers, key=lambda one: one.name)]
         self._change.has_workers = workers != self._workers
         self._workers = workers
         processes = [*_processes("gateway", sight.gateways)]
@@ -152,7 +152,7 @@ class Board:
                     continue
                 key = worker.name, kind
                 one = self._maps[key] = before.get(key) or BlockMap()
-                is_new = len(one.owners) != num_blocks
+                is_new = len(one.owners) != min(num_blocks, MAX_BLOCKS)
                 changes = one.update(num_blocks, tables, cached, self._place_of)
                 if is_new:
                     self._change.new_maps.append(key)

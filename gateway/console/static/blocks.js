@@ -5,7 +5,7 @@ import { colour, el, fitted, hue, number, setText, short } from "./dom.js";
 import { CACHED, FREE, HELD, isShared, placeOf } from "./state.js";
 
 const HEIGHTS = { gpu: 224, cpu: 96 };
-const [SMALLEST, LARGEST] = [3, 16];
+const [SMALLEST, LARGEST] = [3, 18];
 const WHAT = { gpu: "", cpu: "CPU pool" };
 
 class BlockMap {
@@ -21,9 +21,8 @@ class BlockMap {
       class: "map-box", tabindex: "0", role: "slider", "aria-valuemin": "0",
       "aria-label": `Blocks of ${worker} ${WHAT[kind]}`.trim(), "aria-orientation": "horizontal",
     }, this.canvas, this.mark);
-    this.readout = el("p", { class: "readout" });
     this.node = el("section", { class: "map", "data-map": key, "aria-label": `Worker ${worker} ${WHAT[kind]}`.trim() },
-      el("div", { class: "map-head" }, this.title, this.state, this.counts), this.box, this.readout);
+      el("div", { class: "map-head" }, this.title, this.state, this.counts), this.box);
     this.box.addEventListener("pointermove", (event) => this.point(this.blockAt(event)));
     this.box.addEventListener("pointerleave", () => this.point(-1));
     this.box.addEventListener("click", (event) => this.pick(this.blockAt(event)));
@@ -124,15 +123,18 @@ class BlockMap {
     if (shared) parts.push(`${number(shared)} shared`);
     if (cached) parts.push(`${number(cached)} cached`);
     parts.push(`${number(free)} free`);
-    setText(this.counts, `${parts.join(" · ")} of ${number(this.owners.length)}`);
+    this.summary = `${parts.join(" · ")} of ${number(this.owners.length)}`;
     this.box.setAttribute("aria-valuemax", String(this.owners.length - 1));
-    if (this.cursor < 0) {
-      this.box.setAttribute("aria-valuenow", "0");
-      this.box.setAttribute("aria-valuetext", this.counts.textContent);
-    }
+    if (this.cursor < 0) this.summarize();
     const worker = this.pool.workers.find((one) => one.name === this.pool.maps.get(this.key).worker);
     setText(this.state, worker?.state ?? "");
     this.state.dataset.state = worker?.state ?? "";
+  }
+
+  summarize() {
+    setText(this.counts, this.summary);
+    this.box.setAttribute("aria-valuenow", "0");
+    this.box.setAttribute("aria-valuetext", this.summary);
   }
 
   // ---------------------------------------------------------------- pointing
@@ -150,7 +152,7 @@ class BlockMap {
     this.cursor = block;
     this.mark.hidden = block < 0;
     if (block < 0) {
-      setText(this.readout, "");
+      this.summarize();
       return;
     }
     const square = Math.floor(block / this.share);
@@ -167,9 +169,9 @@ class BlockMap {
     if (owner === CACHED) who = "cached: nobody holds it, and it may be hit";
     else if (row) who = `request ${short(row.id)}${isShared(owner) ? ", shared with others" : ""}`;
     else if (owner >= HELD) who = "held by a request that is not shown";
-    setText(this.readout, `Block ${this.cursor}: ${who}`);
+    setText(this.counts, `block ${this.cursor}: ${who}`);
     this.box.setAttribute("aria-valuenow", String(this.cursor));
-    this.box.setAttribute("aria-valuetext", this.readout.textContent);
+    this.box.setAttribute("aria-valuetext", this.counts.textContent);
   }
 
   pick(block) {

@@ -3,8 +3,8 @@
 import { el, milliseconds, number, setText } from "./dom.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const SECONDS = 180;
-const [WIDTH, HEIGHT] = [SECONDS, 44];
+const [WIDTH, HEIGHT] = [180, 44];
+const FEWEST = 45; // points that the width stands for at least
 
 const percent = (value) => (value === null ? "–" : `${number(value)} %`);
 const rate = (value) => (value === null ? "–" : `${number(value)}/s`);
@@ -20,11 +20,12 @@ const CHARTS = [
     also: (p) => `p95 ${milliseconds(p[11])}` },
   { title: "Cache hits", unit: "of prompt tokens", show: percent, lines: [3], most: 100,
     also: () => "" },
-  { title: "Blocks in use", unit: "of all workers", show: percent, lines: [4], most: 100,
+  { title: "Blocks in use", unit: "", show: percent, lines: [4], most: 100,
     also: (p) => `${number(p[5])} run · ${number(p[6])} wait${p[7] ? ` · ${number(p[7])} swapped` : ""}` },
 ];
 
 function line(values, most) {
+  const step = WIDTH / (Math.max(FEWEST, values.length) - 1);
   let path = "";
   let isDown = false;
   values.forEach((value, i) => {
@@ -32,7 +33,7 @@ function line(values, most) {
       isDown = false;
       return;
     }
-    const x = WIDTH - values.length + i;
+    const x = (WIDTH - (values.length - 1 - i) * step).toFixed(1);
     const y = HEIGHT - 2 - (HEIGHT - 6) * Math.min(1, value / most);
     path += `${isDown ? "L" : "M"}${x} ${y.toFixed(1)}`;
     if (!isDown) path += `h0.01`;
@@ -66,20 +67,20 @@ class Chart {
 
   draw(points) {
     const { spec } = this;
-    const last = points[points.length - 1];
+    const last = points.findLast((p) => p[spec.lines[0]] !== null) ?? points.at(-1);
     const columns = spec.lines.map((n) => points.map((p) => p[n]));
     const highest = Math.max(0, ...columns.flat().filter((v) => v !== null));
     const most = spec.most ?? (highest || 1);
     columns.forEach((values, i) => this.lines[i].setAttribute("d", line(values, most)));
     const solid = columns[0].map((v) => v ?? 0);
-    const left = WIDTH - solid.length;
+    const left = WIDTH - (solid.length - 1) * (WIDTH / (Math.max(FEWEST, solid.length) - 1));
     this.area.setAttribute("d", solid.length ?
-      `M${left} ${HEIGHT}L${line(solid, most).slice(1)}L${WIDTH - 1} ${HEIGHT}Z` : "");
+      `M${left.toFixed(1)} ${HEIGHT}L${line(solid, most).slice(1)}L${WIDTH} ${HEIGHT}Z` : "");
     const value = last ? last[spec.lines[0]] : null;
     setText(this.value, spec.show(value ?? null));
     setText(this.also, [spec.unit, last ? spec.also(last) : ""].filter(Boolean).join(" · "));
     setText(this.scale, spec.most || !highest ? "" : `max ${spec.show(highest)}`);
-    this.svg.setAttribute("aria-label", `${spec.title}, ${spec.unit}: now ${spec.show(value ?? null)},`
+    this.svg.setAttribute("aria-label", `${spec.title} ${spec.unit}: now ${spec.show(value ?? null)},`
       + ` highest in three minutes ${spec.show(highest)}`);
   }
 }

@@ -5,14 +5,14 @@ import { $, clock, el, setText, short } from "./dom.js";
 const SHOWN = 60;
 
 const KINDS = {
-  leader_changed: ["♛", "Leader changed", "note"],
-  worker_added: ["＋", "Worker joined", "good"],
+  leader_changed: ["★", "Leader changed", "note"],
+  worker_added: ["+", "Worker joined", "good"],
   worker_lost: ["✕", "Worker lost", "bad"],
-  worker_refused: ["⊘", "Worker refused", "bad"],
-  gateway_joined: ["＋", "Gateway joined", "good"],
+  worker_refused: ["✕", "Worker refused", "bad"],
+  gateway_joined: ["+", "Gateway joined", "good"],
   gateway_draining: ["↓", "Gateway drains", "note"],
-  gateway_left: ["－", "Gateway left", "note"],
-  settings_changed: ["⚙", "Settings changed", "note"],
+  gateway_left: ["−", "Gateway left", "note"],
+  settings_changed: ["≡", "Settings changed", "note"],
   preempted: ["↺", "Preempted", "plain"],
   swapped: ["⇄", "Swapped out", "plain"],
   failed: ["!", "Request failed", "bad"],

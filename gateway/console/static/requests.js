@@ -6,12 +6,13 @@ import { isRunning } from "./state.js";
 
 const FIRST_SHOWN = 100;
 const ENDED_SHOWN = 20;
-const WINDOWS_S = [15, 30, 60, 120, 300, 900];
+const WINDOWS_S = [10, 15, 20, 30, 45, 60, 90, 120, 180, 300, 600, 900];
 const [BAR_HEIGHT, FLAT] = [18, 6];
 const TALL = new Set(["prefill", "decode"]);
 const SAY = {
   waiting: "waiting", prefill: "prefill", decode: "decode", preempted: "preempted",
   swapped: "swapped", lost: "worker lost",
+  stop: "done", length: "done (limit)", abort: "aborted", error: "failed",
 };
 
 /** What a request went through, in words. */
@@ -64,6 +65,7 @@ class Line {
 
   /** Draw the bar: phases from `arrival` to `end`, on an axis from `from` to `to`. */
   draw(width, arrival, end, from, to) {
+    this.canvas.style.width = `${width}px`;
     const context = fitted(this.canvas, width, BAR_HEIGHT);
     context.clearRect(0, 0, width, BAR_HEIGHT);
     const x = (at) => Math.max(0, ((at - from) / (to - from)) * width);
@@ -179,7 +181,7 @@ export class Requests {
     if (width <= 0) return;
     const now = this.pool.now();
     const length = this.windowMs(now);
-    setText($("axis"), `last ${length < 60000 ? `${length / 1000} s` : `${length / 60000} min`}`);
+    setText($("axis"), `last ${length < 120000 ? `${length / 1000} s` : `${length / 60000} min`}`);
     for (const row of this.order) {
       const line = this.live.get(row.id);
       line.draw(width, row.arrival, now, now - length, now);
