@@ -105,7 +105,7 @@ class Scheduler:
         for request in lane.abandon():
             self.totals.preemptions["recompute", "worker_lost"] += 1
             if request.preempted_at is None:  # else it was swapped, and waits already
-                request.wait_again(self._state.told_at)
+                request.preempted_at = self._state.told_at
             self._state.waiting.push(request)
         for request in suspects:
             request.blame(was_alone=len(suspects) == 1)
