@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -24,6 +25,8 @@ from gateway.app_keys import (
     TRACING,
 )
 from gateway.background import Background
+from gateway.console import assets, routes
+from gateway.console.feed import Feed
 from gateway.engine_client import EngineClient
 from gateway.metrics import GatewayFigures
 from gateway.middlewares import OpenRequests, answer_errors, counting, echo_request_id
@@ -75,7 +78,11 @@ def create_app(
     app[SEEDS] = seeds(settings.seed)
     app[KEEP_ALIVE_S] = keep_alive_s
     app[TRACING] = tracing
+    app[assets.ASSETS] = assets.read_assets()
+    app[routes.GATEWAY_ID] = gateway_id
+    app[routes.FEED] = Feed(bus, lambda: app[READINESS].state)
     app.on_response_prepare.append(echo_request_id)
+    app.on_shutdown.append(_end_streams)
     app.cleanup_ctx.extend(
         [
             _keys_ctx,
@@ -83,6 +90,7 @@ def create_app(
             _engine_ctx(router),
             _model_ctx,
             _watch_ctx(rate),
+            _console_ctx,
         ]
     )
     app.add_routes(
@@ -102,6 +110,9 @@ def create_app(
             web.get("/metrics", status.metrics),
             web.get("/version", status.version),
             web.get("/openapi.json", openapi.show),
+            web.get("/console", assets.page),
+            web.get("/console/assets/{name}", assets.asset),
+            web.get("/console/feed", routes.stream, allow_head=False),
             web.get("/admin/config", admin.show_config),
             web.patch("/admin/config", admin.change_config),
             web.post("/admin/drain", admin.drain),
@@ -126,8 +137,11 @@ def _heart_ctx(gateway_id: str, incarnation: str) -> Context:
         settings, readiness, bus = app[SETTINGS], app[READINESS], app[BUS]
 
         def fields() -> dict[str, Any]:
-            model_hash = "" if readiness.model is None else readiness.model.model_hash
-            return {"state": readiness.state, "port": settings.port, "model_hash": model_hash}
+            model = readiness.model
+            waits = {} if model is None else model.metrics.latencies.fields(time.monotonic())
+            model_hash = "" if model is None else model.model_hash
+            said = {"state": readiness.state, "port": settings.port, "model_hash": model_hash}
+            return {**said, **waits}
 
         heart = heartbeat(
             bus, "gateway", gateway_id, incarnation, fields, settings.worker_timeout_s
@@ -174,3 +188,14 @@ def _watch_ctx(rate: ServiceRate) -> Context:
             yield
 
     return context
+
+
+async def _console_ctx(app: web.Application) -> AsyncIterator[None]:
+    """Look at the pool for those who watch, and take the points of its charts."""
+    feed, background = app[routes.FEED], app[BACKGROUND]
+    async with background.running(feed.run()), background.running(feed.history.run(app[BUS])):
+        yield
+
+
+async def _end_streams(app: web.Application) -> None:
+    await app[routes.FEED].close()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from gateway.latencies import Latencies
 from gateway.pool_figures import ENGINE, LABELS, PoolFigures
 from wire.config import Settings
 
@@ -76,6 +77,7 @@ class Metrics:
     """The figures of one gateway's requests. The model's length decides the buckets of counts."""
 
     def __init__(self, model_name: str, max_model_len: int) -> None:
+        self.latencies = Latencies()
         self._registry = CollectorRegistry()
         self._values = (model_name, ENGINE)
         sizes = token_count_buckets(max_model_len)

@@ -32,6 +32,10 @@ _ID_KEY = web.RequestKey("request_id", str)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+UNCOUNTED = frozenset({"/console/feed"})
+"""What has no end of its own, and nobody waits for."""
+
+
 class OpenRequests:
     """Counts the requests that are being answered."""
 
@@ -44,6 +48,8 @@ class OpenRequests:
     async def count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Middleware: count a request until its response is complete."""
         request[ARRIVAL] = time.monotonic()
+        if request.path in UNCOUNTED:
+            return await handler(request)
         self.num_open += 1
         self._idle.clear()
         try:

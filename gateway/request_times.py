@@ -109,8 +109,11 @@ class _SequenceTimes:
         if self._first_token is None:
             self._first_token = now
             metrics.time_to_first_token.observe(now - self._arrival)
+            metrics.latencies.note_first(now, now - self._arrival)
             metrics.count_prompt(self._num_prompt_tokens, self._num_cached_tokens)
             num_later -= 1
+        if num_later:
+            metrics.latencies.note_later(now, (now - self._last_token) / count)
         for _ in range(num_later):
             metrics.inter_token_latency.observe((now - self._last_token) / count)
         metrics.generation_tokens.inc(count)

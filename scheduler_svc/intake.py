@@ -6,10 +6,11 @@ Owns what each of them does to the core and to the ledger. Awaits nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 
+from scheduler_svc.chronicle import Chronicle
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.live_config import LiveConfig, core_config
@@ -31,6 +32,7 @@ class Intake:
         scheduler: Scheduler,
         ledger: Ledger,
         live: LiveConfig,
+        chronicle: Chronicle,
         *,
         collect: Callable[[], None],
         links: Callable[[], list[WorkerLink]],
@@ -40,6 +42,7 @@ class Intake:
         self._scheduler = scheduler
         self._ledger = ledger
         self._live = live
+        self._chronicle = chronicle
         self._collect = collect
         self._traces = traces
         self._links = links
@@ -48,6 +51,11 @@ class Intake:
     def settings(self) -> Settings:
         """The settings in force."""
         return self._live.settings
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """Those that can be changed while running, as people write them."""
+        return self._live.limits
 
     def restore(self, config: dict[str, str]) -> None:
         """Go on with the settings that were changed under an earlier leader."""
@@ -96,6 +104,7 @@ class Intake:
                 outcome = self._live.apply(control, self._links())
                 self._ledger.note_config(outcome)
                 self._reconfigure()
+                self._tell(control, outcome)
                 if control.reset_prefix_cache and not outcome["refused"]:
                     self._scheduler.reset_prefix_cache()
         self._ledger.control_done(entry)
@@ -120,6 +129,13 @@ class Intake:
             self._ledger.deny(resume)
             return
         self._ledger.follow(req, resume, output)
+
+    def _tell(self, change: ConfigChange, outcome: Mapping[str, str | int]) -> None:
+        changed = [f"{n}={v}" for n, v in zip(change.names, change.values, strict=False)]
+        if change.reset_prefix_cache:
+            changed.append("the prefix cache was emptied")
+        if changed and not outcome["refused"]:
+            self._chronicle.note("settings_changed", "", ", ".join(changed))
 
     def _reconfigure(self) -> None:
         config = core_config(self._live.settings, self._live.version)

@@ -14,6 +14,7 @@ import structlog
 
 from scheduler_svc import recovery
 from scheduler_svc.caution import Caution, EpochOverError
+from scheduler_svc.chronicle import Chronicle
 from scheduler_svc.commits import Commits
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.gateways import Gateways
@@ -68,12 +69,21 @@ class Leader:
         )
         self._ledger = Ledger()
         self._statistics = Statistics(self._scheduler, epoch)
-        self._mirror = Mirror(bus)
+        self._chronicle = Chronicle(bus.keys)
+        self._mirror = Mirror(bus, self._chronicle, limits=lambda: self._intake.limits)
         self._reader = bus.reader({}, max_block_ms=BLOCK_MS)
         self._roster = Roster(
-            bus, settings, self._scheduler, self._reader, self._mirror, traces=self._traces
+            bus,
+            settings,
+            self._scheduler,
+            self._reader,
+            mirror=self._mirror,
+            chronicle=self._chronicle,
+            traces=self._traces,
         )
-        self._gateways = Gateways(bus, settings, self._scheduler, self._ledger)
+        self._gateways = Gateways(
+            bus, settings, self._scheduler, self._ledger, chronicle=self._chronicle
+        )
         self._commits = Commits(
             bus,
             self._scheduler,
@@ -86,6 +96,7 @@ class Leader:
             self._scheduler,
             self._ledger,
             LiveConfig(settings, {}),
+            self._chronicle,
             collect=self._commits.collect,
             links=lambda: self._roster.links,
             traces=self._traces,
@@ -145,6 +156,8 @@ class Leader:
         if not self._caution.is_taking_in:
             await self._open_the_door()
         await retrying(self._clear_mirror)
+        says = f"epoch {self._epoch}; requests taken over: {len(found.in_flight)}"
+        self._chronicle.note("leader_changed", self._owner.rpartition(".")[0], says)
         log.info(
             "recovered", requests=len(found.in_flight), seconds=round(time.monotonic() - started, 3)
         )
@@ -169,6 +182,7 @@ class Leader:
         except BusDownError:
             await asyncio.sleep(0.05)
             return
+        self._scheduler.note_time(self._now())
         for entry in entries:
             await self._apply(entry)
         await self._take_in()

@@ -45,6 +45,7 @@ from wire.records import Records, text
 from wire.stream import Entry, Reader
 
 __all__ = [
+    "Argument",
     "Bus",
     "BusDownError",
     "BusError",
@@ -233,7 +234,7 @@ class Bus(Records):
         keys, args = commit.words(self.keys, retention_s)
         await self._connection.script(_COMMIT, keys, [epoch, number, *args])
 
-    async def write(self, commands: Sequence[tuple[str | int | float, ...]]) -> None:
+    async def write(self, commands: Sequence[tuple[Argument, ...]]) -> None:
         """Send commands together, for mirrors that people read and nothing relies on."""
         await self._connection.commands(commands, strict=False)
 

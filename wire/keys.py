@@ -108,6 +108,22 @@ class Keys:
         """Bitmap: bit n is 1 if nobody holds block n of a worker and its content may be hit."""
         return self._key("cached", worker)
 
+    def life(self) -> str:
+        """Hash: what each request that has not ended went through, as `wire.life` writes it."""
+        return self._key("life")
+
+    def ended(self) -> str:
+        """Stream: the lives of the requests that ended last."""
+        return self._key("ended")
+
+    def events(self) -> str:
+        """Stream: what happened lately that people want to hear of."""
+        return self._key("events")
+
+    def limits(self) -> str:
+        """Hash: those settings in force that can be changed while running."""
+        return self._key("limits")
+
     # -- steps and outputs; `process` is "<id>.<incarnation>"
 
     def steps(self, process: str) -> str:

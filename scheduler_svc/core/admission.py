@@ -254,5 +254,6 @@ class Admission:
                 continue
             if place_on(request, self._lane, self._state.config) is not None:
                 other.drop_copies(request)
+                request.life.enter("preempted", self._plan.now)
                 self._state.waiting.push(request)
                 return

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from scheduler_svc.core.outputs import Finished
 from scheduler_svc.core.request import Request, RequestStatus
-from scheduler_svc.core.state import State
+from scheduler_svc.core.state import Ended, State
 from wire.messages import ErrorCode, FinishReason
 
 
@@ -85,3 +85,4 @@ def _end(state: State, request: Request, end: Finished) -> None:
     del state.requests[request.num]
     request.tenant.num_requests -= 1
     state.outputs.finished.append(end)
+    state.ended.append(Ended(request, end, state.now))

@@ -75,6 +75,7 @@ class Plan:
         if request.preempted_at is not None:
             request.run_again(self.now)
         self.lane.start(request)
+        request.life.enter("prefill", self.now)
         self.lane.kv.publish(request, request.num_computed_tokens + n)
         self.joining[request] = n
         self.num_listed_tokens += n
@@ -92,11 +93,13 @@ class Plan:
         if preemption.wants_swap(victim, lane, self.state.config):
             totals.preemptions["swap", reason] += 1
             self.copies.append(preemption.swap_out(victim, lane))
+            victim.life.enter("swapped", self.now)
             totals.num_swaps += 1
             totals.num_swapped_blocks += len(self.copies[-1].cpu_blocks)
             return
         totals.preemptions["recompute", reason] += 1
         lane.kv.free(victim)
+        victim.life.enter("preempted", self.now)
         self.state.waiting.push(victim)
 
     # ------------------------------------------------------------ out

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 
+from scheduler_svc.core.life import Life
 from scheduler_svc.core.tenants import Tenant
 from wire.messages import SYSTEM_PRIORITY, EngineCoreRequest, SamplingParams
 
@@ -83,9 +84,11 @@ class Request:
     leave_step: int = 0  # first step it takes no part in, unless it ends earlier
 
     stop_ids: frozenset[int] = field(init=False)
+    life: Life = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens_at_loss = len(self.token_ids)
+        self.life = Life(self.arrival)
         self.stop_ids = frozenset(self.sampling.eos_token_ids + self.sampling.stop_token_ids)
 
     @classmethod

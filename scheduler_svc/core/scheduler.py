@@ -19,7 +19,7 @@ from scheduler_svc.core.outputs import Finished, Outputs, Totals
 from scheduler_svc.core.planner import StepPlanner
 from scheduler_svc.core.request import Request, RequestStatus, problem_of
 from scheduler_svc.core.request_queue import RequestQueue
-from scheduler_svc.core.state import State
+from scheduler_svc.core.state import Ended, State
 from scheduler_svc.core.waiting_line import WaitingLine
 from wire.messages import (
     EngineCoreRequest,
@@ -106,6 +106,7 @@ class Scheduler:
             self.totals.preemptions["recompute", "worker_lost"] += 1
             if request.preempted_at is None:  # else it was swapped, and waits already
                 request.preempted_at = self._state.told_at
+            request.life.enter("lost", self._state.now)
             self._state.waiting.push(request)
         for request in suspects:
             request.blame(was_alone=len(suspects) == 1)
@@ -229,6 +230,7 @@ class Scheduler:
         lane.in_flight.popleft()
         lane.last_answered_step = output.step_id
         lane.learn(record, output)
+        lane.note_beginnings(output.step_id, self._state.now)
         rows: Iterable[tuple[Request, int]] = zip(
             record.sampling, output.sampled_token_ids, strict=True
         )
@@ -274,6 +276,16 @@ class Scheduler:
         return True
 
     # ------------------------------------------------------------ to look at
+
+    def note_time(self, now: float) -> None:
+        """Say what time it is, in seconds of server time, for the lives of requests only."""
+        self._state.now = now
+
+    def take_ended(self) -> list[Ended]:
+        """Those that have ended since the last time; the latest only, if they are many."""
+        ended = list(self._state.ended)
+        self._state.ended.clear()
+        return ended
 
     @property
     def config(self) -> SchedulerConfig:

@@ -334,6 +334,6 @@ async def test_a_mirror_that_could_not_be_written_is_written_anew() -> None:
     bus.is_down = False
     await mirror.write(core, {})
     names = [command[0] for command in bus.commands]
-    assert names == ["DEL", "ZADD"]
+    assert names[:2] == ["DEL", "ZADD"]
     assert bus.commands[1][-1] == "r"
     assert entry_id(REQ)
