@@ -34,7 +34,7 @@ test: $(READY)    ## every quick test
 
 chaos: $(READY)   ## kills, freezes and cuts for an hour or so; SEEDS='1 2' for other storms
 	$(PYTEST) -m chaos $(ARGS)
-	$(PYTEST) -m long tests/chaos
+	$(PYTEST) -m long tests/chaos tests/e2e
 	@for seed in $(or $(SEEDS),1 2 3); do for redis in valkey redis; do \
 	  $(BIN)/python -m tests.chaos.storm --seed $$seed --requests 1700 --faults 100 --redis $$redis \
 	    || exit 1; done; done

@@ -1,95 +1,47 @@
-"""What clients get: the bodies and stream chunks of the OpenAI endpoints. Pure.
+"""What clients of completions and chats get: the bodies and stream chunks of OpenAI. Pure.
 
-Owns the shapes. One Answer for one HTTP request. What it says is a function of its id, its
-rendering and the outputs, so that two gateways say the same.
+Owns the shapes.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from gateway.answer import Answer, Choice, Events
 from gateway.errors import internal
-from gateway.logprobs import (
-    TextOffsets,
-    TokenNames,
-    chat_logprobs,
-    completion_logprobs,
-    echo_logprobs,
-    prompt_logprobs,
-)
+from gateway.logprobs import chat_logprobs, completion_logprobs, echo_logprobs, prompt_logprobs
 from gateway.message_writer import MessageWriter
 from gateway.rendering import Rendering
+from gateway.response_answer import ResponseAnswer
 from gateway.sequences import SequenceOutput
 from gateway.vocabulary import Vocabulary
 from wire.logprobs import LogprobRecord
 
 
-@dataclass(slots=True)
-class Choice:
-    """All that came for one sequence."""
+class ChoicesAnswer(Answer):
+    """An answer that is a list of choices."""
 
-    index: int
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    logprobs: list[LogprobRecord] = field(default_factory=list)
-    prompt_logprobs: Sequence[LogprobRecord] = ()
-    offsets: TextOffsets = field(default_factory=TextOffsets)
-
-    def add(self, output: SequenceOutput, *, keep: bool) -> None:
-        """Take an output in; text and tokens only if they are wanted at the end."""
-        if keep:
-            self.texts.append(output.text)
-            self.token_ids += output.token_ids
-            self.logprobs += output.logprobs
-        if output.prompt_logprobs is not None:
-            self.prompt_logprobs = output.prompt_logprobs
-        if output.started is not None:
-            self.num_cached_tokens = output.started.num_cached_tokens
-        self.num_tokens = output.num_output_tokens
-        self.finish_reason = output.finish_reason
-        self.stop_reason = output.stop_reason
-
-
-class Answer(ABC):
-    """The answer to one request, as chunks or as one body."""
-
-    id_prefix: ClassVar[str]
     object_name: ClassVar[str]
     chunk_object_name: ClassVar[str]
 
-    has_opening = True
-    """Whether a stream has a chunk for each choice before the first output."""
-
-    def __init__(self, req_id: str, rendering: Rendering, vocabulary: Vocabulary) -> None:
-        self.answer_id = f"{self.id_prefix}-{req_id}"
-        self._rendering = rendering
-        self._names = TokenNames(vocabulary, rendering.text, as_ids=rendering.tokens_as_ids)
-        self._choices = [Choice(index) for index in range(rendering.num_choices)]
-
     def add(self, output: SequenceOutput) -> None:
         """Take an output in that is not streamed."""
-        self._choices[output.index].add(output, keep=True)
+        self._take(output, keep=True)
 
     def body(self) -> dict[str, Any]:
         """All choices, with the usage."""
         choices = [self._choice(choice) for choice in self._choices]
         return {**self._head(self.object_name), "choices": choices, "usage": self.usage()}
 
-    def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first output, one for each choice, if `has_opening`."""
-        return [self._chunk(self._opening(choice.index)) for choice in self._choices]
+    def opening(self) -> list[Events]:
+        """A chunk for each choice, if `has_opening`."""
+        return [[self._chunk(self._opening(choice.index))] for choice in self._choices]
 
-    def chunk(self, output: SequenceOutput) -> dict[str, Any]:
+    def group(self, output: SequenceOutput) -> Events:
         """Turn an output into a chunk of the stream."""
-        of = self._choices[output.index]
-        of.add(output, keep=False)
+        of = self._take(output, keep=False)
         choice = {
             "index": output.index,
             **self._delta(of, output),
@@ -99,27 +51,22 @@ class Answer(ABC):
         }
         if self._rendering.prompt_token_ids is not None:
             choice["token_ids"] = list(output.token_ids)
-        return self._chunk(choice)
+        return [self._chunk(choice)]
 
-    def closing(self) -> list[dict[str, Any]]:
-        """Chunks after the last output."""
+    def closing(self) -> list[Events]:
+        """The usage, if it is wanted."""
         if not self._rendering.has_usage:
             return []
         head = self._head(self.chunk_object_name)
-        return [{**head, "choices": [], "usage": self.usage()}]
+        return [[{**head, "choices": [], "usage": self.usage()}]]
 
     def usage(self) -> dict[str, Any]:
         """Tokens so far. Each prompt counts once, however many choices it has."""
-        prompt_tokens = sum(self._rendering.num_prompt_tokens)
-        completion_tokens = sum(choice.num_tokens for choice in self._choices)
-        cached_tokens = sum(
-            choice.num_cached_tokens for choice in self._choices[:: self._rendering.n]
-        )
         return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": self._num_output_tokens,
+            "total_tokens": self._num_prompt_tokens + self._num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
         }
 
     # ------------------------------------------------------------ what differs
@@ -187,10 +134,10 @@ class Answer(ABC):
         return end
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChoicesAnswer):
     """Of `POST /v1/completions`."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     object_name = chunk_object_name = "text_completion"
 
     def __init__(self, req_id: str, rendering: Rendering, vocabulary: Vocabulary) -> None:
@@ -237,10 +184,10 @@ class CompletionAnswer(Answer):
         }
 
 
-class ChatAnswer(Answer):
+class ChatAnswer(ChoicesAnswer):
     """Of `POST /v1/chat/completions`."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"
 
@@ -256,10 +203,15 @@ class ChatAnswer(Answer):
         prompt = {**self._prompt_logprobs(self._choices[0]), **self._prompt_token_ids()}
         return {**super().body(), **prompt}
 
-    def opening(self) -> list[dict[str, Any]]:
+    def opening(self) -> list[Events]:
         """Say for each choice who speaks."""
-        first, *others = super().opening()
-        return [{**first, **self._prompt_token_ids()}, *others]
+        [first], *others = super().opening()
+        return [[{**first, **self._prompt_token_ids()}], *others]
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens so far, and how many of them were reasoning."""
+        details = {"reasoning_tokens": self._num_reasoning_tokens}
+        return {**super().usage(), "completion_tokens_details": details}
 
     def _prompt_token_ids(self) -> dict[str, Any]:
         prompts = self._rendering.prompt_token_ids
@@ -287,12 +239,13 @@ class ChatAnswer(Answer):
         return self._messages[choice.index]
 
 
+_ANSWERS: dict[str, type[Answer]] = {
+    "completion": CompletionAnswer,
+    "chat": ChatAnswer,
+    "response": ResponseAnswer,
+}
+
+
 def answer_for(req_id: str, rendering: Rendering, vocabulary: Vocabulary) -> Answer:
     """Make the answer of the endpoint that was asked."""
-    cls = ChatAnswer if rendering.endpoint == "chat" else CompletionAnswer
-    return cls(req_id, rendering, vocabulary)
-
-
-def request_id_in(answer_id: str) -> str:
-    """Id of the first request of an answer, which is part of the answer's own."""
-    return answer_id.rpartition("-")[2]
+    return _ANSWERS[rendering.endpoint](req_id, rendering, vocabulary)

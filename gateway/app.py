@@ -77,10 +77,10 @@ def create_app(
     app[FIGURES] = figures
     app[SEEDS] = seeds(settings.seed)
     app[KEEP_ALIVE_S] = keep_alive_s
-    app[TRACING] = tracing
     app[assets.ASSETS] = assets.read_assets()
     app[routes.GATEWAY_ID] = gateway_id
     app[routes.FEED] = Feed(bus, lambda: app[READINESS].state)
+    app[TRACING] = tracing
     app.on_response_prepare.append(echo_request_id)
     app.on_shutdown.append(_end_streams)
     app.cleanup_ctx.extend(
@@ -97,6 +97,7 @@ def create_app(
         [
             web.post("/v1/completions", handlers.completions),
             web.post("/v1/chat/completions", handlers.chat_completions),
+            web.post("/v1/responses", handlers.responses),
             web.post("/tokenize", tokens.tokenize),
             web.post("/detokenize", tokens.detokenize),
             web.get("/v1/streams/{id}", resume.stream),
@@ -173,7 +174,7 @@ async def _model_ctx(app: web.Application) -> AsyncIterator[None]:
         yield
     if readiness.model is not None:
         readiness.model.tokenizer.close()
-        readiness.model.grammars.close()
+        await readiness.model.grammars.close()
 
 
 def _watch_ctx(rate: ServiceRate) -> Context:

@@ -38,6 +38,7 @@ from wire.quota import Quota, QuotaError
 
 log = structlog.get_logger()
 
+FULL_S = 0.05  # how long a queue that was full counts as full, unless something ends here
 FAREWELL_S = 2.0  # how long `close` tries to get the last farewells out
 
 
@@ -67,6 +68,13 @@ class EngineClient:
         self._rate = rate
         self._recovery = Recovery(bus, router, self._part)
         self._farewells: asyncio.Queue[AbortRequest | ResumeRequest] = asyncio.Queue()
+        self._full_until = 0.0
+        self._num_waiting = 0  # when it was full
+
+    def check_room(self) -> None:
+        """Raise ApiError if the queue was full a moment ago: whoever comes now need not be read."""
+        if time.monotonic() < self._full_until:
+            raise self._too_busy(self._num_waiting)
 
     async def generate(
         self,
@@ -198,8 +206,10 @@ class EngineClient:
         except ClaimedError:
             raise
         except QueueFullError as error:
-            seconds = self._rate.seconds_for(error.num_waiting)
-            raise _NotQueuedError(too_busy(f"the queue is full: {error}", seconds)) from None
+            if error.num_waiting >= limit:  # else there is room for fewer than these
+                self._full_until = time.monotonic() + FULL_S
+                self._num_waiting = error.num_waiting
+            raise _NotQueuedError(self._too_busy(error.num_waiting)) from None
         except QuotaError as error:
             raise _NotQueuedError(over_quota(error.what, error.wait_s)) from None
         except BusFullError:
@@ -211,6 +221,10 @@ class EngineClient:
             raise _NotQueuedError(internal()) from None
         for one in followed:
             one.queued_at = one.asked_at = time.monotonic()
+
+    def _too_busy(self, num_waiting: int) -> ApiError:
+        message = f"the queue is full: {num_waiting} requests wait already"
+        return too_busy(message, self._rate.seconds_for(num_waiting))
 
     # ------------------------------------------------------------ being there
 
@@ -247,6 +261,7 @@ class EngineClient:
         """Let go of sequences; what has not ended is aborted if the answer is over."""
         for sequence in sequences:
             one = sequence.followed
+            self._full_until = 0.0
             if self._router.leave(one, collector) and sequence.is_open:
                 if is_over:
                     self._farewells.put_nowait(AbortRequest(one.req_id))

@@ -5,7 +5,7 @@ Written out here since it is twenty lines, and since an event must be one write 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -22,7 +22,8 @@ _HEADERS = {
 class EventStream:
     """The response to one request. Its status is sent with the first thing it sends.
 
-    An event has an id, which may be empty; one whose id is None is not sent: the client has it.
+    Events come in groups, whose last one has the group's id: whoever has that has all of them. The
+    id may be empty; a group whose id is None is not sent: the client has it.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -34,9 +35,14 @@ class EventStream:
         """Whether the status is out, so that an error can only be an event."""
         return self.response.prepared
 
-    async def send(self, events: Iterable[tuple[str | None, dict[str, Any]]]) -> None:
-        """Send each payload, behind its id, as an event; waits while the client is slow."""
-        texts = [_event(name, strict_json(load)) for name, load in events if name is not None]
+    async def send(self, groups: Iterable[tuple[str | None, Sequence[dict[str, Any]]]]) -> None:
+        """Send each group behind its id; waits while the client is slow."""
+        texts = [
+            _event(name if place == len(group) else "", load)
+            for name, group in groups
+            if name is not None
+            for place, load in enumerate(group, start=1)
+        ]
         if texts:
             await self._write("".join(texts))
 
@@ -44,10 +50,13 @@ class EventStream:
         """Send a comment, which clients ignore and proxies take for life."""
         await self._write(": keep-alive\n\n")
 
-    async def done(self, event_id: str | None) -> web.StreamResponse:
-        """Send the end mark and end the response. Without anything sent it is a 204."""
-        if event_id is not None:
-            await self._write(_event(event_id, "[DONE]"))
+    async def done(self, event_id: str | None, mark: str | None) -> web.StreamResponse:
+        """Send the end mark, if there is one, and end the response.
+
+        Without anything sent it is a 204.
+        """
+        if event_id is not None and mark is not None:
+            await self._write(_framed(event_id, mark))
         if not self.has_begun:
             return web.Response(status=204)
         await self.response.write_eof()
@@ -59,6 +68,13 @@ class EventStream:
         await self.response.write(text.encode())
 
 
-def _event(event_id: str, data: str) -> str:
+def _event(event_id: str, load: dict[str, Any]) -> str:
+    """Write one event; it is named after its type, if it has one."""
+    kind = load.get("type")
+    head = "" if kind is None else f"event: {kind}\n"
+    return head + _framed(event_id, strict_json(load))
+
+
+def _framed(event_id: str, data: str) -> str:
     head = f"id: {event_id}\n" if event_id else ""
     return f"{head}data: {data}\n\n"

@@ -22,10 +22,16 @@ from gateway.body_reader import read_body
 from gateway.chat_plan import plan_chat, with_reasoning
 from gateway.detokenizer import TextOptions, text_of
 from gateway.engine_client import GenerationRequest
-from gateway.errors import unavailable
+from gateway.errors import ApiError, invalid, unavailable
 from gateway.grammars import grammar_of
 from gateway.middlewares import ARRIVAL
-from gateway.openai import ChatBody, CompletionBody, GenerationBody
+from gateway.openai import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    ResponsesBody,
+    in_words_of_responses,
+)
 from gateway.positions import Numbering
 from gateway.readiness import ServedModel
 from gateway.rendering import Rendering, reading_of
@@ -94,6 +100,22 @@ async def completions(request: web.Request) -> web.StreamResponse:
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """`POST /v1/chat/completions`."""
     model, body = await read_body(request, ChatBody)
+    return await _chat(request, model, body)
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """`POST /v1/responses`: a chat in other words."""
+    model, body = await read_body(request, ResponsesBody)
+    try:
+        return await _chat(request, model, body.for_chat(), body)
+    except ApiError as error:
+        raise in_words_of_responses(error) from error
+
+
+async def _chat(
+    request: web.Request, model: ServedModel, body: ChatBody, asked: ResponsesBody | None = None
+) -> web.StreamResponse:
+    """Answer a chat, as a response if it was asked for as one."""
     check_request(body, model.facts)
     visit = await resume.visit_of(request)
     if visit.known is not None:
@@ -120,6 +142,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         text=replace(text, shown_ids=shown_ids),
         speech=speech,
     )
+    if asked is not None:
+        rendering = _as_response(rendering, asked, requests[0].sampling)
     return await _respond(request, _Job(body, model, visit, rendering, requests))
 
 
@@ -162,6 +186,14 @@ def _rendering(
         shows_prompt_logprobs=body.prompt_logprobs is not None,
         tokens_as_ids=body.return_tokens_as_token_ids,
     )
+
+
+def _as_response(rendering: Rendering, asked: ResponsesBody, used: SamplingParams) -> Rendering:
+    """Answer as a response does, which repeats what it was asked. Raises ApiError."""
+    if rendering.num_logprobs is not None and rendering.speech.parser() is not None:
+        raise invalid("include: no log-probabilities together with reasoning", "include")
+    echo = {**asked.echo(), "temperature": used.temperature, "top_p": used.top_p}
+    return replace(rendering, endpoint="response", echo=echo)
 
 
 def _is_whole(given: str | list[int], body: CompletionBody) -> TypeGuard[str]:

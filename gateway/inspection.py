@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.answers import request_id_in
+from gateway.answer import request_id_in
 from gateway.app_keys import BUS
 from gateway.errors import not_found
 from gateway.patience import patiently

@@ -11,7 +11,14 @@ from aiohttp import web
 from pydantic.json_schema import models_json_schema
 
 from gateway.errors import strict_json
-from gateway.openai import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.openai import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponsesBody,
+    TokenizeBody,
+)
 
 _SCHEMAS = "#/components/schemas/"
 _ERROR = {
@@ -48,6 +55,7 @@ _EVENTS = ("application/json", "text/event-stream")
 OPERATIONS = (
     Operation("post", "/v1/completions", "Go on with a text", CompletionBody, _EVENTS),
     Operation("post", "/v1/chat/completions", "Answer in a chat", ChatBody, _EVENTS),
+    Operation("post", "/v1/responses", "Answer in a chat, as items", ResponsesBody, _EVENTS),
     Operation("post", "/tokenize", "The tokens of a text or a chat", TokenizeBody),
     Operation("post", "/detokenize", "The text of tokens", DetokenizeBody),
     Operation("get", "/v1/streams/{id}", "The rest of a stream", None, ("text/event-stream",)),

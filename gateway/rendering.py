@@ -1,13 +1,13 @@
 """How output tokens become the answer to one HTTP request: all that is needed for it, as a value.
 
 It is stored beside the request, so that any gateway can give the rest of an answer. It holds no
-prompt, unless the answer shows it. Pure.
+prompt, unless the answer shows it, or instructions of a response. Pure.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -21,7 +21,7 @@ from gateway.vocabulary import Vocabulary
 class Rendering:
     """Choices are numbered through all prompts, `n` for each."""
 
-    endpoint: Literal["completion", "chat"]
+    endpoint: Literal["completion", "chat", "response"]
     model: str
     created: int  # unix time in seconds
     num_prompt_tokens: list[int]  # of each prompt
@@ -37,6 +37,7 @@ class Rendering:
     first_token_ids: list[int] | None = None  # of the prompts, if an echo shows log-probabilities
     tokens_as_ids: bool = False  # in log-probabilities
     speech: Speech = field(default_factory=Speech)  # how the text of a chat is read
+    echo: dict[str, Any] = field(default_factory=dict)  # what a response repeats of its request
 
     @property
     def num_choices(self) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any
 
 import structlog
 from aiohttp import web
 
-from gateway.answers import Answer
+from gateway.answer import Answer, Events
 from gateway.errors import ApiError, internal, strict_json
 from gateway.event_stream import EventStream
 from gateway.positions import Numbering
@@ -38,25 +37,25 @@ async def stream(
             if not outputs:
                 await events.keep_alive()
                 continue
-            chunks = [(numbering.next_of(one.index), answer.chunk(one)) for one in outputs]
-            await events.send([*opening, *chunks])
+            groups = [(numbering.next_of(one.index), answer.group(one)) for one in outputs]
+            await events.send([*opening, *groups])
             opening = []
-        await events.send([(numbering.next_closing(), chunk) for chunk in answer.closing()])
+        await events.send([(numbering.next_closing(), group) for group in answer.closing()])
     except ApiError as error:
         if not events.has_begun and numbering.is_fresh:
             raise
-        await events.send([(numbering.next_closing(), error.body)])
+        await events.send([(numbering.next_closing(), answer.failure(error))])
     except ConnectionError:  # the client is gone; nobody reads what we might say
         return events.response
     except Exception:
         if not events.has_begun:
             raise
         log.exception("stream_failed", path=request.path)
-        await events.send([(numbering.next_closing(), internal().body)])
-    return await events.done(numbering.next_closing())
+        await events.send([(numbering.next_closing(), answer.failure(internal()))])
+    return await events.done(numbering.next_closing(), answer.end_mark)
 
 
-def _opening(answer: Answer, numbering: Numbering) -> list[tuple[str | None, dict[str, Any]]]:
+def _opening(answer: Answer, numbering: Numbering) -> list[tuple[str | None, Events]]:
     if not answer.has_opening:
         return []
-    return [(numbering.next_of(index), chunk) for index, chunk in enumerate(answer.opening())]
+    return [(numbering.next_of(index), group) for index, group in enumerate(answer.opening())]

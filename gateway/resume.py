@@ -16,7 +16,8 @@ from functools import partial
 from aiohttp import web
 
 from gateway import responses
-from gateway.answers import answer_for, request_id_in
+from gateway.answer import request_id_in
+from gateway.answers import answer_for
 from gateway.app_keys import BUS, ENGINE, KEEP_ALIVE_S, READINESS
 from gateway.errors import ApiError, invalid, not_found
 from gateway.patience import patiently

@@ -39,9 +39,9 @@ def check_request(body: GenerationBody, facts: ModelFacts) -> None:
             "min_tokens",
         )
     if asked is not None and asked > facts.max_model_len:
+        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         raise invalid(
-            f"max_tokens is {asked}, but this model's context has {facts.max_model_len} tokens",
-            "max_tokens",
+            f"{name} is {asked}, but this model's context has {facts.max_model_len} tokens", name
         )
 
 

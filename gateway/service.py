@@ -50,7 +50,11 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     bus = await connect(settings, stopping)
     app = create_app(settings, bus, gateway_id, access=access, tracing=tracing)
     runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_WORDS_S
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=LAST_WORDS_S,
+        keepalive_timeout=settings.client_timeout_s,  # counts until a request's headers are whole
     )
     try:
         await runner.setup()

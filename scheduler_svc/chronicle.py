@@ -7,6 +7,7 @@ once the latest are kept, and a sentence says how many are missing.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,9 @@ MAX_DUE = 64
 
 LENGTH = 256
 """Events kept in Redis."""
+
+MAX_WORDS = 2000
+"""Of one command; a script cannot take much longer ones apart."""
 
 Command = tuple[Argument, ...]
 
@@ -71,3 +75,9 @@ class Chronicle:
     def _written(self, event: Event) -> Command:
         words = ("kind", event.kind, "about", event.about, "says", event.says)
         return ("XADD", self._key, "MAXLEN", LENGTH, "*", *words, "tenant", event.tenant)
+
+
+def in_parts(command: Command, words: Sequence[Argument]) -> list[Command]:
+    """One command for each few words of many, be they single ones or pairs."""
+    starts = range(0, len(words), MAX_WORDS)
+    return [(*command, *words[start : start + MAX_WORDS]) for start in starts]

@@ -6,7 +6,6 @@ One task touches the core, and no call into it contains an `await`, so it needs 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from functools import partial
 
@@ -70,7 +69,7 @@ class Leader:
         self._ledger = Ledger()
         self._statistics = Statistics(self._scheduler, epoch)
         self._chronicle = Chronicle(bus.keys)
-        self._mirror = Mirror(bus, self._chronicle, limits=lambda: self._intake.limits)
+        self._mirror = Mirror(bus, epoch, self._chronicle, limits=lambda: self._intake.limits)
         self._reader = bus.reader({}, max_block_ms=BLOCK_MS)
         self._roster = Roster(
             bus,
@@ -101,13 +100,12 @@ class Leader:
             links=lambda: self._roster.links,
             traces=self._traces,
         )
-        self._caution = Caution(bus, self._intake, self._ledger)
+        self._caution = Caution(bus, epoch, self._intake, self._ledger)
         self._untried: set[str] = set()  # workers that got no step since an entry was taken in
         self._workers_by = time.monotonic() + WORKERS_S
         self._controls: list[tuple[str, recovery.Control]] = []  # that recovery found
         self._cursor = "0-0"  # where recovery stopped reading
         self._is_open = asyncio.Event()  # all that was found is taken in
-        self._held_until = time.monotonic() + self._lease_s  # the lease, for certain
         self._redis_life = ""  # run id of the server that all this was read from
         self._is_gathering = False
 
@@ -116,7 +114,7 @@ class Leader:
     async def lead(self, stopping: asyncio.Event) -> None:
         """Recover, then schedule until `stopping`. FencedError when another leads."""
         self._redis_life = await self._current_redis_life()
-        sweeper = Sweeper(self._bus, lambda: self._roster.processes)
+        sweeper = Sweeper(self._bus, self._epoch, lambda: self._roster.processes)
         async with asyncio.TaskGroup() as group:
             renewing = group.create_task(self._renew())  # there may be much to recover
             await self._recover()
@@ -287,7 +285,6 @@ class Leader:
         """
         while True:
             await asyncio.sleep(self._lease_s / 5)
-            asked = time.monotonic()
             epoch, now_ms = await retrying(
                 partial(self._bus.lead, self._owner, self._lease_s, self._epoch)
             )
@@ -295,7 +292,6 @@ class Leader:
                 raise FencedError("another scheduler leads")
             if await self._current_redis_life() != self._redis_life:
                 raise EpochOverError("Redis was restarted")
-            self._held_until = asked + self._lease_s
             self._clock_offset = now_ms / 1000 - time.monotonic()
 
     async def _survive(self) -> None:
@@ -310,18 +306,10 @@ class Leader:
         await self._mirror.clear(await self._bus.processes("worker"))
 
     async def _mirror_forever(self) -> None:
-        """Show the queues. No epoch guards them, so whoever may be deposed keeps off them."""
-        # Whoever led before may not know, and write for as long as its lease would have lasted.
-        once_more_at = time.monotonic() + self._lease_s
+        """Show the queues."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            now = time.monotonic()
-            if now > self._held_until:
-                continue
             try:
-                if now > once_more_at:
-                    await self._clear_mirror()
-                    once_more_at = math.inf
                 await self._mirror.write(self._scheduler, self._roster.names)
             except BusDownError:
                 continue

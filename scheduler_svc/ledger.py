@@ -175,7 +175,8 @@ class Ledger:
             self._out(gateway).started.append(
                 StartedRequest(handle, started.num_cached_tokens, queue_ms)
             )
-        self._update(one, {"status": "running", "worker": worker, "queue_ms": queue_ms})
+        given = {"queue_ms": queue_ms, "num_cached_tokens": started.num_cached_tokens}
+        self._update(one, {"status": "running", "worker": worker, **given})
 
     def _finish(self, finished: Finished) -> None:
         one = self._tracked.pop(finished.req)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 
-from scheduler_svc.chronicle import Chronicle, Command
+from scheduler_svc.chronicle import Chronicle, Command, in_parts
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from wire.keys import Keys, arrival_ms
@@ -62,10 +62,8 @@ class Lives:
         gone = sorted(self._written.keys() - alive)
         for req_id in gone:
             del self._written[req_id]
-        if gone:
-            commands.append(("HDEL", self.key, *gone))
-        if changed:
-            commands.append(("HSET", self.key, *changed))
+        commands += in_parts(("HDEL", self.key), gone)
+        commands += in_parts(("HSET", self.key), changed)
         self._tell_ends(commands, scheduler)
         self._tell_preemptions(requests)
 

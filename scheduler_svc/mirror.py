@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
-from scheduler_svc.chronicle import Chronicle, Command
+from scheduler_svc.chronicle import Chronicle, Command, in_parts
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
@@ -35,11 +35,13 @@ class Mirror:
     def __init__(
         self,
         bus: Bus,
+        epoch: int,
         chronicle: Chronicle | None = None,
         limits: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """`limits` gives the settings in force that can be changed."""
         self._bus = bus
+        self._epoch = epoch
         self._keys: Keys = bus.keys
         self._chronicle = chronicle or Chronicle(bus.keys)
         self._lives = Lives(bus.keys, self._chronicle)
@@ -63,18 +65,18 @@ class Mirror:
             commands += self._chronicle.take()
             if commands:
                 self._is_in_doubt = True
-                await self._bus.write(commands)
+                await self._bus.write_as_leader(self._epoch, commands)
                 self._is_in_doubt = False
 
     async def clear(self, names: Iterable[str]) -> None:
         """Forget what an earlier leader left behind."""
         async with self._one_at_a_time:
-            await self._bus.write([self._removal(names)])
+            await self._bus.write_as_leader(self._epoch, [self._removal(names)])
 
     async def forget_worker(self, name: str) -> None:
         """Forget what a lost worker leaves behind."""
         async with self._one_at_a_time:
-            await self._bus.write([self._removal_of(self._keys_of(name))])
+            await self._bus.write_as_leader(self._epoch, [self._removal_of(self._keys_of(name))])
 
     async def _compare(
         self, commands: list[Command], scheduler: Scheduler, names: dict[str, str]
@@ -136,16 +138,17 @@ class Mirror:
     def _write_queue(self, commands: list[Command], key: str, members: dict[str, float]) -> None:
         written = self._queues.get(key, {})
         if gone := written.keys() - members.keys():
-            commands.append(("ZREM", key, *sorted(gone)))
+            commands += in_parts(("ZREM", key), sorted(gone))
         if added := [item for item in members.items() if item[0] not in written]:
-            commands.append(("ZADD", key, *(v for name, score in added for v in (score, name))))
+            pairs = [value for name, score in added for value in (score, name)]
+            commands += in_parts(("ZADD", key), pairs)
         self._queues[key] = members
 
     def _write_tables(self, commands: list[Command], key: str, tables: dict[str, Table]) -> None:
         """Write tables that changed, those first that were not written for longest."""
         written = self._tables.setdefault(key, {})
         if gone := written.keys() - tables.keys():
-            commands.append(("HDEL", key, *sorted(gone)))
+            commands += in_parts(("HDEL", key), sorted(gone))
             for req_id in gone:
                 del written[req_id]
         due = [req_id for req_id in tables if req_id not in written]

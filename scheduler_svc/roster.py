@@ -54,8 +54,8 @@ class Roster:
         self._scheduler = scheduler
         self._reader = reader
         self._mirror = mirror
-        self._traces = traces
         self._chronicle = chronicle
+        self._traces = traces
         self._links: dict[str, WorkerLink] = {}  # by process
         self._by_results: dict[str, str] = {}  # key of a result stream -> process
         self._given_up: dict[str, WorkerLink] = {}
@@ -185,9 +185,8 @@ class Roster:
             await self._bus.publish_step(process, fence)
         except FencedError:
             return  # by a later leader, as the next commit will find out
-        await self._bus.write(
-            [("PERSIST", key) for key in (keys.steps(process), keys.results(process))]
-        )
+        streams = (keys.steps(process), keys.results(process))
+        await self._bus.write_as_leader(epoch, [("PERSIST", key) for key in streams])
         self._reader.cursors[keys.results(process)] = id_before(epoch, link.last_step)
         self._by_results[keys.results(process)] = process
         self._given_up.pop(process, None)
@@ -233,7 +232,8 @@ class Roster:
         """Let what a lost incarnation leaves behind fade, unless it comes back."""
         keys = self._bus.keys
         streams = (keys.steps(link.process), keys.results(link.process))
-        await self._bus.write([("EXPIRE", key, STREAM_TTL_S) for key in streams])
+        fading = [("EXPIRE", key, STREAM_TTL_S) for key in streams]
+        await self._bus.write_as_leader(self._scheduler.epoch, fading)
         await self._mirror.forget_worker(link.name)
 
     def _note_look(self) -> None:

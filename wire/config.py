@@ -218,6 +218,9 @@ class Settings(BaseSettings):
 
     # -- limits and times
     max_body_bytes: PositiveInt = Field(16 * 1024 * 1024, description="Largest HTTP request body.")
+    client_timeout_s: Seconds = Field(
+        75, description="How long a client may take to send a request, or keep a connection idle."
+    )
     orphan_grace_s: Seconds = Field(
         30, description="How long a resumable request runs on without any gateway."
     )

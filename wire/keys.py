@@ -156,6 +156,10 @@ class Keys:
         """Number: fencing token of the leader."""
         return self._key("epoch")
 
+    def last_write(self) -> str:
+        """String: epoch and number of the leader's last write of those that no entry id guards."""
+        return self._key("last_write")
+
     def starts(self) -> str:
         """Hash: starts of leaders that did not get through, and the entry they may have died on."""
         return self._key("starts")

@@ -10,6 +10,7 @@ from gateway.openai.body import Body, ModelBody, parse, unknown_fields
 from gateway.openai.chat import ChatBody, Message
 from gateway.openai.completion import CompletionBody
 from gateway.openai.generation import GenerationBody
+from gateway.openai.responses import ResponsesBody, in_words_of_responses
 from gateway.openai.structured import StructuredOutputs
 from gateway.openai.tokens import DetokenizeBody, TokenizeBody
 
@@ -21,8 +22,10 @@ __all__ = [
     "GenerationBody",
     "Message",
     "ModelBody",
+    "ResponsesBody",
     "StructuredOutputs",
     "TokenizeBody",
+    "in_words_of_responses",
     "parse",
     "unknown_fields",
 ]

@@ -61,6 +61,7 @@ class ChatBody(GenerationBody):
         "echo": (False,),
         "function_call": ("none",),
         "functions": ([],),
+        "mm_processor_kwargs": ({},),
         "modalities": (["text"],),
         "verbosity": NOTHING,
         "web_search_options": NOTHING,
@@ -96,6 +97,11 @@ class ChatBody(GenerationBody):
 
     @model_validator(mode="after")
     def _a_choice_needs_tools(self) -> ChatBody:
+        self.check_tools()
+        return self
+
+    def check_tools(self) -> None:
+        """Refuse tools and a choice that do not go together. Raises PydanticCustomError."""
         names = [tool.function.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise wrong("two functions have one name", "tools")
@@ -108,7 +114,6 @@ class ChatBody(GenerationBody):
             raise wrong(
                 "not together with structured output, unless `tool_choice` is none", "tools"
             )
-        return self
 
     @property
     def chooses_tools(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
@@ -77,21 +78,27 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return found
 
 
-def content_text(value: Any) -> str:
+def _text_of(*kinds: str, may_be_empty: bool = False) -> Callable[[Any], str]:
     """Text of a message. Parts are joined by newlines, so one part is the same as a string."""
-    if type(value) is str:
-        return value
-    if type(value) is not list or not value:
-        raise wrong("must be a string or a list of text parts")
-    texts = []
-    for number, part in enumerate(value):
-        kind = part.get("type") if type(part) is dict else None
-        if kind != "text":
-            raise wrong(f"part {number} must be of type 'text'; other types are not supported")
-        if type(part.get("text")) is not str:
-            raise wrong(f"part {number} must have a string as its 'text'")
-        texts.append(part["text"])
-    return "\n".join(texts)
+    allowed = " or ".join(map(repr, kinds))
+
+    def read(value: Any) -> str:
+        if type(value) is str:
+            return value
+        if type(value) is not list or not (value or may_be_empty):
+            raise wrong("must be a string or a list of text parts")
+        texts = []
+        for number, part in enumerate(value):
+            kind = part.get("type") if type(part) is dict else None
+            if kind not in kinds:
+                reason = f"must be of type {allowed}; other types are not supported"
+                raise wrong(f"part {number} {reason}")
+            if type(part.get("text")) is not str:
+                raise wrong(f"part {number} must have a string as its 'text'")
+            texts.append(part["text"])
+        return "\n".join(texts)
+
+    return read
 
 
 Prompts = Annotated[
@@ -107,5 +114,14 @@ BadWords = Annotated[
     Field(max_length=MAX_BAD_WORDS),
 ]
 Content = Annotated[
-    str, PlainValidator(content_text, json_schema_input_type=str | list[dict[str, Any]])
+    str, PlainValidator(_text_of("text"), json_schema_input_type=str | list[dict[str, Any]])
+]
+ItemText = Annotated[
+    str,
+    PlainValidator(
+        _text_of(
+            *("input_text", "output_text", "reasoning_text", "summary_text"), may_be_empty=True
+        ),
+        json_schema_input_type=str | list[dict[str, Any]],
+    ),
 ]

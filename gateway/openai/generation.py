@@ -38,11 +38,12 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": NOTHING,
     "repetition_detection": NOTHING,
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
     "thinking_token_budget": (-1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
 }
-"""Fields that neither endpoint honours, with the values that ask for nothing."""
+"""Fields that no endpoint honours, with the values that ask for nothing."""
 
 
 class StreamOptions(Body):
@@ -52,10 +53,9 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class GenerationBody(ModelBody):
-    """What both endpoints take."""
+class SamplingBody(ModelBody):
+    """How tokens are chosen and when to stop: what all endpoints take that generate."""
 
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT64_MAX)] = 0
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = None
@@ -75,18 +75,27 @@ class GenerationBody(ModelBody):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=INT64_MAX)] | None = None
     truncation_side: Literal["left", "right"] = "left"
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
     stream: bool = False
-    stream_options: StreamOptions | None = None
-    prompt_logprobs: NumLogprobs | None = None
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
     priority: Int64 = 0
     deadline_ms: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
     cache_salt: Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")] | None = None
     user: str | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    request_id: str | None = None
+    session_id: str | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What `POST /v1/completions` and `POST /v1/chat/completions` take."""
+
+    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64_MAX)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: NumLogprobs | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> GenerationBody:
@@ -102,12 +111,16 @@ class GenerationBody(ModelBody):
 
     @model_validator(mode="after")
     def _one_shape_that_ends(self) -> GenerationBody:
+        self.check_shape()
+        return self
+
+    def check_shape(self) -> None:
+        """Refuse more than one form, and one that never ends. Raises PydanticCustomError."""
         if self.has_shape and self.ignore_eos:
             raise wrong("not together with structured output, which ends by itself", "ignore_eos")
         response = self.response_format
         if self.structured_outputs is not None and response and response.type != "text":
             raise wrong("not together with `response_format`", "structured_outputs")
-        return self
 
     @property
     def has_shape(self) -> bool:

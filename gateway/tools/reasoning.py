@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Iterable
+
 from gateway.tools.parts import Content, Parser, Part, Reasoning, split_before
 
 OPENING, CLOSING = "<think>", "</think>"
@@ -14,9 +17,19 @@ class ReasoningParser:
         """`is_open` if the prompt has the opening mark already."""
         self._rest = rest
         self._held = ""
-        self._is_open = is_open
+        self._is_open = self.was_opened = is_open
         self._is_undecided = not is_open  # nothing but space so far, or part of the opening mark
         self._is_first = True  # nothing was said since a mark: line breaks do not count
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it is not known yet if this is reasoning."""
+        return self._is_undecided
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the next text is reasoning, as far as is known."""
+        return self._is_open
 
     def push(self, text: str) -> list[Part]:
         """Read more text."""
@@ -27,7 +40,8 @@ class ReasoningParser:
                 return []
             self._is_undecided = False
             if start.startswith(OPENING):
-                self._is_open, self._held = True, start.removeprefix(OPENING)
+                self._is_open = self.was_opened = True
+                self._held = start.removeprefix(OPENING)
         if not self._is_open:
             return self._push_rest()
         before, self._held, is_closed = split_before(self._held, CLOSING)
@@ -62,3 +76,28 @@ class ReasoningParser:
         if not text:
             return []
         return [Content(text)] if self._rest is None else self._rest.push(text)
+
+
+class ReasoningCounter:
+    """Counts tokens up to the closing mark and with it; all, if it never comes."""
+
+    def __init__(self, *, is_open: bool) -> None:
+        self.num_tokens = 0
+        self._num_pending = 0  # while it is not known what they are
+        self._is_over = False
+        self._reader = ReasoningParser(None, is_open=is_open)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, pieces: Iterable[bytes]) -> None:
+        """Add what tokens add to the text, one by one."""
+        for piece in pieces:
+            if self._is_over:
+                return
+            self._reader.push(self._decoder.decode(piece))
+            self._num_pending += 1
+            if self._reader.is_undecided:
+                continue
+            self._is_over = not self._reader.is_reasoning
+            if self._reader.was_opened:
+                self.num_tokens += self._num_pending
+            self._num_pending = 0

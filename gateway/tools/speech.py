@@ -11,7 +11,7 @@ from typing import Literal
 
 from gateway.tools.parsers import PARSERS, ForcedCallsParser, NamedCallParser, make_parser
 from gateway.tools.parts import Parser
-from gateway.tools.reasoning import CLOSING, OPENING, ReasoningParser
+from gateway.tools.reasoning import CLOSING, OPENING, ReasoningCounter, ReasoningParser
 
 FORCED = "forced"
 
@@ -48,6 +48,12 @@ class Speech:
         if self.reasoning == "none":
             return calls
         return ReasoningParser(calls, is_open=self.reasoning == "open")
+
+    def reasoning_counter(self) -> ReasoningCounter | None:
+        """Who counts the tokens of the reasoning; None if there is none."""
+        if self.reasoning == "none":
+            return None
+        return ReasoningCounter(is_open=self.reasoning == "open")
 
     def call_id(self, answer_id: str, choice: int, number: int) -> str:
         """Id of a call, the same wherever it is asked for. Mistral's have nine characters."""

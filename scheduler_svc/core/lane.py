@@ -92,6 +92,7 @@ class Lane:
         self.finished: list[int] = []  # to be told to the worker with the next step
         self.preempted: list[int] = []
         self._beginning: dict[int, list[Request]] = {}  # step -> those that decode after it
+        self.starting_over: dict[int, int] = {}  # request -> last step whose result is worthless
         self._growth: list[dict[int, Request]] = [{} for _ in range(capacity.block_size)]
         self._leaving: dict[int, dict[int, Request]] = {}
 
@@ -184,6 +185,29 @@ class Lane:
             self._stop_running(request)
             self.finished.append(request.num)
         self.kv.free(request)
+
+    def start_over(self, request: Request) -> None:
+        """Take a request back to WAITING, with nothing; what is in flight for it is worthless."""
+        if request.status in {RequestStatus.PREFILLING, RequestStatus.DECODING}:
+            self.preempt(request)
+        elif request.status is RequestStatus.ENDING:
+            del self.ending[request.num]
+            request.status = RequestStatus.WAITING
+            request.resume_after = self.next_step - 1
+        elif request.status is RequestStatus.SWAPPED:
+            self.drop_copies(request)
+        self.kv.free(request)
+        request.has_started_over = True
+        if request.resume_after > self.last_answered_step:
+            self.starting_over[request.num] = request.resume_after
+
+    def take_worthless(self) -> set[int]:
+        """The requests for which the result just booked means nothing."""
+        worthless = set(self.starting_over)
+        for num in worthless:
+            if self.starting_over[num] <= self.last_answered_step:
+                del self.starting_over[num]
+        return worthless
 
     def distrust(self, request: Request) -> None:
         """Let nobody begin with what a request has computed: it went wrong."""

@@ -11,7 +11,7 @@ from wire.messages import ErrorCode, FinishReason, RequestLogprobs
 PreemptionMode = Literal["swap", "recompute"]
 """What becomes of the blocks: copied to the CPU pool, or given up."""
 
-PreemptionReason = Literal["memory", "urgency", "fairness", "worker_lost"]
+PreemptionReason = Literal["memory", "urgency", "fairness", "worker_lost", "mistrust"]
 """Blocks ran out; somebody more urgent, or of a tenant served less, took its place; or a loss."""
 
 

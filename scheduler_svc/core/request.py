@@ -70,6 +70,8 @@ class Request:
     num_lone_losses: int = 0  # of those, while it ran alone
     num_tokens_at_loss: int = 0
     was_started: bool = False
+    has_hits: bool = False  # some of its blocks were computed for others
+    has_started_over: bool = False  # since those may have been wrong
     promised_to: str | None = None  # worker that may take it before others do
 
     block_ids: list[int] = field(default_factory=list)

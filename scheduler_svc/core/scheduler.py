@@ -103,10 +103,10 @@ class Scheduler:
         self._state.waiting.redeem(worker)
         suspects = [] if is_orderly else list(lane.running)
         for request in lane.abandon():
+            request.life.enter("lost", self._state.now)
             self.totals.preemptions["recompute", "worker_lost"] += 1
             if request.preempted_at is None:  # else it was swapped, and waits already
                 request.preempted_at = self._state.told_at
-            request.life.enter("lost", self._state.now)
             self._state.waiting.push(request)
         for request in suspects:
             request.blame(was_alone=len(suspects) == 1)
@@ -234,12 +234,17 @@ class Scheduler:
         rows: Iterable[tuple[Request, int]] = zip(
             record.sampling, output.sampled_token_ids, strict=True
         )
-        if output.errors:
-            failed = {error.req: error for error in output.errors}
+        worthless: set[int] = set()
+        if output.errors or lane.starting_over:
+            worthless = lane.take_worthless()
+            failed = {error.req: error for error in output.errors if error.req not in worthless}
             rows = [row for row in rows if not self._fail(lane, row[0], failed)]
+            worthless |= failed.keys()
+            rows = [row for row in rows if row[0].num not in worthless]
         if output.logprobs:
             requests, logprobs = self._state.requests, self._state.outputs.logprobs
-            logprobs += [one for one in output.logprobs if one.req in requests]
+            known = [one for one in output.logprobs if one.req in requests]
+            logprobs += [one for one in known if one.req not in worthless]
         self._book(rows)
         lane.kv.publish_full(lane.with_full_blocks(output.step_id))
         for request in lane.ending_with(output.step_id):
@@ -265,14 +270,28 @@ class Scheduler:
         self.totals.num_generated_tokens += len(reqs) - before
 
     def _fail(self, lane: Lane, request: Request, errors: dict[int, RequestError]) -> bool:
-        """End a request that went wrong in its step; False if it did not."""
+        """End a request that went wrong in its step; False if it did not.
+
+        If it began with blocks that others had computed, those may be what was wrong: then it
+        starts over once, without them.
+        """
         error = errors.get(request.num)
         if error is None:
             return False
-        if request.status is not RequestStatus.FINISHED:
-            lane.distrust(request)
+        if request.status is RequestStatus.FINISHED:
+            return True
+        if error.code == "internal" and request.has_hits and not request.has_started_over:
+            waits = request.status is RequestStatus.WAITING
+            lane.start_over(request)
+            if not waits:
+                self.totals.preemptions["recompute", "mistrust"] += 1
+                request.preempted_at = self._state.told_at
+                request.life.enter("preempted", self._state.now)
+                self._state.waiting.push(request)
+        else:
             self.totals.num_corrupted += error.code == "internal"
             ending.fail(self._state, request, error.message, error.code)
+        lane.distrust(request)  # at last: an end publishes what is full
         return True
 
     # ------------------------------------------------------------ to look at

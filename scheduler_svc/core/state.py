@@ -41,7 +41,7 @@ class State:
     outputs: Outputs = field(default_factory=Outputs)
     longest: int = 0  # sequence that fitted any worker so far, in tokens
     told_at: float = 0.0  # seconds of server time, as a call has told it last
-    now: float = 0.0  # seconds, server time, as last heard; only for what is shown to people
+    now: float = 0.0  # the same, newer; only for what is shown to people
     ended: deque[Ended] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))  # lately
 
     @classmethod

@@ -198,8 +198,9 @@ def neutral(text: str) -> str:
 
 
 def id_of(block: str) -> str:
-    head, _, _ = block.partition("\n")
-    return head.removeprefix("id: ")
+    """The id of an event; empty if it has none."""
+    lines = [line for line in block.split("\n") if line.startswith("id: ")]
+    return lines[0].removeprefix("id: ") if lines else ""
 
 
 def data_of(block: str) -> Any:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.redis
 WHO_MAY = {
     "POST /v1/completions": "user",
     "POST /v1/chat/completions": "user",
+    "POST /v1/responses": "user",
     "POST /tokenize": "user",
     "POST /detokenize": "user",
     "GET /openapi.json": "user",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from gateway.answers import Answer, answer_for
+from gateway.answer import Answer
+from gateway.answers import answer_for
 from gateway.detokenizer import TextOptions
 from gateway.errors import strict_json
 from gateway.rendering import Rendering, rendering_from
@@ -50,12 +52,14 @@ def made_of(rendering: Rendering) -> Answer:
     return answer_for("r", rendering, VOCABULARY)
 
 
-def answer() -> Answer:
-    return made_of(FULL)
+def streamed(made: Answer, outputs: list[SequenceOutput]) -> list[Any]:
+    """All events but those after the last output."""
+    groups = [*made.opening(), *map(made.group, outputs)]
+    return [event for group in groups for event in group]
 
 
 def test_a_body_has_every_choice_in_order() -> None:
-    made = answer()
+    made = made_of(FULL)
     for output in OUTPUTS:
         made.add(output)
     body = made.body()
@@ -69,8 +73,8 @@ def test_a_body_has_every_choice_in_order() -> None:
 
 
 def test_chunks_add_up_to_the_body() -> None:
-    made = answer()
-    chunks = [*made.opening(), *map(made.chunk, OUTPUTS)]
+    made = made_of(FULL)
+    chunks = streamed(made, OUTPUTS)
     texts = ["", "", "", ""]
     ids: list[list[int]] = [[], [], [], []]
     for chunk in chunks:
@@ -80,13 +84,13 @@ def test_chunks_add_up_to_the_body() -> None:
         assert chunk["usage"] is None
     assert texts == ["Phello", "Px", "Qa", "Qb"]
     assert ids == [[7, 8, 5], [9, 6], [6], [6]]
-    [closing] = made.closing()
+    [[closing]] = made.closing()
     assert (closing["choices"], closing["usage"]) == ([], USAGE)
 
 
 def test_a_chat_says_first_who_speaks() -> None:
     made = made_of(replace(CHAT, n=2))
-    opening = made.opening()
+    opening = streamed(made, [])
     assert [chunk["choices"][0]["index"] for chunk in opening] == [0, 1]
     assert all(
         chunk["choices"][0]["delta"] == {"role": "assistant", "content": ""} for chunk in opening
@@ -99,28 +103,29 @@ def test_a_completion_opens_with_its_first_text_unless_there_is_something_to_say
     assert not made_of(COMPLETION).has_opening
     made = made_of(replace(COMPLETION, echoes=["P"]))
     assert made.has_opening
-    [echo] = made.opening()
+    [echo] = streamed(made, [])
     assert echo["choices"][0]["text"] == "P"
 
 
 def test_running_usage_is_in_every_chunk() -> None:
     made = made_of(replace(CHAT, has_usage=True, has_running_usage=True))
-    chunk = made.chunk(SequenceOutput(0, "a", [5, 6], 2))
+    [chunk] = made.group(SequenceOutput(0, "a", [5, 6], 2))
     assert chunk["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize("rendering", [CHAT, COMPLETION])
 def test_every_piece_of_an_answer_has_the_id_of_its_request(rendering: Rendering) -> None:
     made = made_of(rendering)
-    ids = {chunk["id"] for chunk in [*made.opening(), made.chunk(OUTPUTS[0]), made.body()]}
+    ids = {chunk["id"] for chunk in [*streamed(made, OUTPUTS[:1]), made.body()]}
     assert ids in ({"chatcmpl-r"}, {"cmpl-r"})
 
 
 SPEECH = Speech("hermes", None, parallel_calls=False, reasoning="open")
 READ = replace(CHAT, text=TextOptions(shown_ids=frozenset({5})), num_logprobs=2, speech=SPEECH)
+RESPONSE = replace(READ, endpoint="response", num_logprobs=None, echo={"tools": [{"a": None}]})
 
 
-@pytest.mark.parametrize("rendering", [FULL, CHAT, READ])
+@pytest.mark.parametrize("rendering", [FULL, CHAT, READ, RESPONSE])
 def test_another_gateway_says_the_same(rendering: Rendering) -> None:
     read = rendering_from(rendering.as_json())
     assert read is not None
@@ -129,5 +134,5 @@ def test_another_gateway_says_the_same(rendering: Rendering) -> None:
     said = []
     for one in (rendering, read):
         made = made_of(one)
-        said.append([*made.opening(), *map(made.chunk, outputs), *made.closing(), made.body()])
+        said.append([*streamed(made, outputs), *made.closing(), made.body()])
     assert said[0] == said[1]

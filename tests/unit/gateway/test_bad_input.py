@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from gateway.errors import ApiError
-from gateway.openai import ChatBody, CompletionBody, parse
+from gateway.openai import ChatBody, CompletionBody, ResponsesBody, parse
 
 ENOUGH: dict[type[Any], dict[str, Any]] = {
     CompletionBody: {"prompt": "x"},
     ChatBody: {"messages": [{"role": "user", "content": "x"}]},
+    ResponsesBody: {"input": "x"},
 }
 PROBES: dict[str, Any] = {
     "boolean": True,
@@ -120,7 +121,10 @@ def test_null_means_the_default(cls: type[Any]) -> None:
     assert parse(cls, json.dumps({**nulls, **ENOUGH[cls]}).encode()) == default
 
 
-@pytest.mark.parametrize(("cls", "name"), [(CompletionBody, "prompt"), (ChatBody, "messages")])
+@pytest.mark.parametrize(
+    ("cls", "name"),
+    [(CompletionBody, "prompt"), (ChatBody, "messages"), (ResponsesBody, "input")],
+)
 def test_only_what_is_required_may_not_be_null(cls: type[Any], name: str) -> None:
     with pytest.raises(ApiError) as caught:
         parse(cls, json.dumps({name: None}).encode())

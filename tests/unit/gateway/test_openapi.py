@@ -9,7 +9,13 @@ from typing import Any
 import jsonschema
 
 from gateway.app import create_app
-from gateway.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from gateway.openai import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponsesBody,
+    TokenizeBody,
+)
 from gateway.openapi import description
 from wire.bus import Bus
 from wire.config import load
@@ -51,7 +57,7 @@ def test_every_reference_leads_somewhere() -> None:
 
 def test_the_bodies_are_described_field_by_field() -> None:
     schemas = description()["components"]["schemas"]
-    for body in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody):
+    for body in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody):
         assert set(schemas[body.__name__]["properties"]) == set(body.model_fields)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.answers import Answer, answer_for
+from gateway.answer import Answer
+from gateway.answers import answer_for
 from gateway.detokenizer import TextOptions
 from gateway.output_router import Collector, Followed, SequenceDelta
 from gateway.rendering import Rendering, reading_of
@@ -15,6 +18,7 @@ from gateway.sequences import ReadSequence, SequenceOutput
 from gateway.tools.speech import FORCED, Speech
 from gateway.vocabulary import read_vocabulary
 from tests.fakes.fake_logprobs import record
+from tests.fakes.response_stream import read_all
 from tests.fakes.tokenizers import byte_level_tokenizer
 from wire.messages import FinishedRequest
 
@@ -95,7 +99,8 @@ def outputs_of(
 def added_up(answer: Answer, outputs: list[SequenceOutput]) -> dict[str, Any]:
     """The choice that the chunks of a stream add up to, and the usage."""
     total: dict[str, Any] = {"logprobs": None, "token_ids": []}
-    for chunk in [*answer.opening(), *map(answer.chunk, outputs)]:
+    groups = [*answer.opening(), *map(answer.group, outputs)]
+    for chunk in [chunk for group in groups for chunk in group]:
         [choice] = chunk["choices"]
         _add(total, choice.get("delta", {"content": choice.get("text")}))
         if choice["logprobs"] is not None:
@@ -106,7 +111,7 @@ def added_up(answer: Answer, outputs: list[SequenceOutput]) -> dict[str, Any]:
         total["token_ids"] += choice.get("token_ids", [])
         total["finish_reason"] = choice["finish_reason"]
         total["stop_reason"] = choice.get("stop_reason")
-    [closing] = answer.closing()
+    [[closing]] = answer.closing()
     return {**total, "usage": closing["usage"]}
 
 
@@ -162,3 +167,64 @@ def test_chunks_add_up_to_the_whole_answer(
         answer_for("r", rendering, VOCABULARY), outputs_of(rendering, output, others, reason)
     )
     assert streamed == at_once
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    renderings.map(lambda one: replace(one, endpoint="response", echo={"tools": []})),
+    tokens,
+    st.lists(st.integers(0, 200), max_size=5),
+    st.lists(st.integers(0, 200), max_size=30),
+    st.sampled_from(["stop", "length", "abort"]),
+)
+def test_events_add_up_to_the_whole_response(
+    rendering: Rendering, output: list[int], cuts: list[int], others: list[int], reason: str
+) -> None:
+    if rendering.speech.parser() is not None:
+        rendering = replace(rendering, num_logprobs=None)
+    answer = answer_for("r", rendering, VOCABULARY)
+    told = map(answer.group, outputs_of(rendering, output, cuts, reason))
+    groups = [*answer.opening(), *told, *answer.closing()]
+    streamed = read_all(json.loads(json.dumps([event for group in groups for event in group])))
+    another = answer_for("r", rendering, VOCABULARY)
+    for one in outputs_of(rendering, output, others, reason):
+        another.add(one)
+    assert streamed == another.body()
+    chat = answer_for("r", replace(rendering, endpoint="chat"), VOCABULARY)
+    message = whole(chat, outputs_of(rendering, output, [], reason))
+    texts = [
+        part["text"]
+        for item in streamed["output"]
+        if item["type"] == "message"
+        for part in item["content"]
+    ]
+    assert "".join(texts) == message.get("content", "")
+    calls = [item for item in streamed["output"] if item["type"] == "function_call"]
+    assert len(calls) == len(message.get("tool_calls", []))
+    used = streamed["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert used == message["usage"]["completion_tokens_details"]["reasoning_tokens"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    renderings,
+    st.lists(st.tuples(tokens, st.lists(st.integers(0, 200), max_size=5)), min_size=2, max_size=3),
+    st.randoms(use_true_random=False),
+)
+def test_choices_may_come_in_any_order(rendering: Rendering, given_to: Any, draw: Any) -> None:
+    rendering = replace(rendering, n=len(given_to))
+    each = [
+        [replace(one, index=index) for one in outputs_of(rendering, output, cuts, "stop")]
+        for index, (output, cuts) in enumerate(given_to)
+    ]
+    turns = [index for index, outputs in enumerate(each) for _ in outputs]
+    draw.shuffle(turns)
+    queues = [iter(outputs) for outputs in each]
+    mixed = [next(queues[index]) for index in turns]
+    bodies = []
+    for told in (mixed, [one for outputs in each for one in outputs]):
+        answer = answer_for("r", rendering, VOCABULARY)
+        for one in told:
+            answer.add(one)
+        bodies.append(answer.body())
+    assert bodies[0] == bodies[1]
