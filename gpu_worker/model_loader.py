@@ -189,12 +189,6 @@ class _Probe(AttentionBackend):
         return query.new_zeros(num_tokens, num_heads, self.shapes[layer].value_dim)
 
 
-def run_without_cache(model: LoadedModel, num_tokens: int) -> None:
-    """Run tokens through everything but attention, to see what memory that takes."""
-    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=model.device)
-    model.forward(token_ids, torch.arange(num_tokens, device=model.device), token_ids, _Probe())
-
-
 def _probe(
     module: Any, config: Any, device: torch.device
 ) -> tuple[list[KVShape], list[LayerAttention], int]:

@@ -14,10 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionMetadata, IntArray, KVShape, LayerAttention
+from gpu_worker.attention.base import (
+    AttentionMetadata,
+    IntArray,
+    KVShape,
+    LayerAttention,
+    StaticDecodes,
+)
 from gpu_worker.native.library import NoLibraryError
+from gpu_worker.transfer import to_device
 from kernels.decode_attention import attend_decodes
-from kernels.decode_plan import DecodePlan, plan_decodes
+from kernels.decode_plan import DecodePlan, plan_decodes, repeatable_plan
 from kernels.paged_cache import PagedCache
 from kernels.prefill_attention import attend_ragged
 from kernels.reshape_and_cache import reshape_and_cache
@@ -28,9 +35,9 @@ class _Step:
     """What all layers of a step share, on the device."""
 
     num_decodes: int
-    decode_lens: IntArray  # (num_decodes,) on the host
+    decode_lens: IntArray  # (num_decodes,) on the host; none if the plans are there already
     seq_lens: Tensor  # (S,) int32
-    query_start_loc: Tensor  # (S + 1,) int32
+    query_start_loc: Tensor  # (S + 1,) int32; empty if all are decodes
     block_tables: Tensor  # (S, B) int32
     slot_mapping: Tensor  # (T,) int64
 
@@ -65,7 +72,7 @@ class TritonAttention:
         starts, lens = metadata.query_start_loc, metadata.seq_lens
         not_one = np.flatnonzero(np.diff(starts) != 1)
         num_decodes = int(not_one[0]) if len(not_one) else len(lens)
-        both = torch.from_numpy(np.concatenate((lens, starts)).astype(np.int32)).to(self._device)
+        both = to_device(np.concatenate((lens, starts)).astype(np.int32), self._device)
         self._plans.clear()
         self._step = _Step(
             num_decodes,
@@ -75,6 +82,22 @@ class TritonAttention:
             metadata.block_tables.int(),
             metadata.slot_mapping,
         )
+
+    def begin_static_step(self, decodes: StaticDecodes) -> None:
+        """Let all layers read the tensors given, now and whenever a graph repeats them."""
+        num_seqs = len(decodes.seq_lens)
+        self._step = _Step(
+            num_seqs,
+            np.zeros(0, dtype=np.int64),
+            decodes.seq_lens,
+            decodes.seq_lens[:0],
+            decodes.block_tables,
+            decodes.slot_mapping,
+        )
+        self._plans = {
+            window: repeatable_plan(decodes.seq_lens, starts, window, max_items=decodes.max_items)
+            for window, starts in decodes.work_starts.items()
+        }
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store key (HK, T, DK) and value (HK, T, DV) by the slot mapping."""
@@ -100,6 +123,8 @@ class TritonAttention:
                 sinks=how.sinks,
                 out=out[:decodes],
             )
+        if decodes == len(step.seq_lens):
+            return out
         attend_ragged(
             by_token,
             cache,
