@@ -23,7 +23,8 @@ def finish(
 
     `num_output_tokens`: how much of its output counts, if not all.
     """
-    request.run_again(state.told_at)
+    if request.preempted_at is not None:
+        request.run_again(state.told_at)
     known = request.num_output_tokens
     counted = known if num_output_tokens is None else max(0, min(num_output_tokens, known))
     if reason in {"stop", "length"}:
@@ -47,7 +48,8 @@ def stop(state: State, request: Request, token: int) -> None:
 
 def fail(state: State, request: Request, error: str, code: ErrorCode) -> None:
     """End a request with an error; what it has so far stays."""
-    request.run_again(state.told_at)
+    if request.preempted_at is not None:
+        request.run_again(state.told_at)
     end = Finished(
         request.num,
         request.num_output_tokens,

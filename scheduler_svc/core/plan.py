@@ -72,7 +72,8 @@ class Plan:
 
     def join(self, request: Request, n: int) -> None:
         """Let a request run from now on that has its blocks, `n` tokens in this step."""
-        request.run_again(self.now)
+        if request.preempted_at is not None:
+            request.run_again(self.now)
         self.lane.start(request)
         request.life.enter("prefill", self.now)
         self.lane.kv.publish(request, request.num_computed_tokens + n)
@@ -88,7 +89,7 @@ class Plan:
         self.grown.pop(victim.num, None)
         lane, totals = self.lane, self.state.totals
         lane.preempt(victim)
-        victim.wait_again(self.now)
+        victim.preempted_at = self.now
         if preemption.wants_swap(victim, lane, self.state.config):
             totals.preemptions["swap", reason] += 1
             self.copies.append(preemption.swap_out(victim, lane))

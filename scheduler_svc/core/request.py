@@ -119,15 +119,11 @@ class Request:
         """Whether it may be what kills workers: from now on it runs alone, to clear the others."""
         return self.num_losses >= 2
 
-    def wait_again(self, now: float) -> None:
-        """Note that it was preempted, and waits from now on."""
-        self.preempted_at = now
-
     def run_again(self, now: float) -> None:
-        """Note that it does not wait any more, if it had been preempted."""
-        if self.preempted_at is not None:
-            self.preempted_s += max(0.0, now - self.preempted_at)
-            self.preempted_at = None
+        """Note that it does not wait any more after a preemption."""
+        assert self.preempted_at is not None
+        self.preempted_s += max(0.0, now - self.preempted_at)
+        self.preempted_at = None
 
     def blame(self, *, was_alone: bool) -> None:
         """A worker was lost while this ran on it. That counts only if it got no further since."""

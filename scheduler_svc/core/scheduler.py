@@ -106,7 +106,7 @@ class Scheduler:
             request.life.enter("lost", self._state.now)
             self.totals.preemptions["recompute", "worker_lost"] += 1
             if request.preempted_at is None:  # else it was swapped, and waits already
-                request.wait_again(self._state.told_at)
+                request.preempted_at = self._state.told_at
             self._state.waiting.push(request)
         for request in suspects:
             request.blame(was_alone=len(suspects) == 1)
@@ -285,7 +285,7 @@ class Scheduler:
             lane.start_over(request)
             if not waits:
                 self.totals.preemptions["recompute", "mistrust"] += 1
-                request.wait_again(self._state.told_at)
+                request.preempted_at = self._state.told_at
                 request.life.enter("preempted", self._state.now)
                 self._state.waiting.push(request)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -10,6 +11,7 @@ from aiohttp import web
 
 from tests.fakes.gateway_world import serving
 
+PIECE = 8 * 1024 * 1024
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -28,12 +30,14 @@ async def model_hub(files: Mapping[str, bytes]) -> AsyncIterator[str]:
         ]
         return web.json_response(rows)
 
-    async def give(request: web.Request) -> web.Response:
+    async def give(request: web.Request) -> web.StreamResponse:
         data = files.get(request.match_info["name"])
         if data is None:
             return web.Response(status=404, headers={"X-Error-Code": "EntryNotFound"})
         headers = {"ETag": f'"{etag(data)}"', "X-Repo-Commit": COMMIT}
-        return web.Response(body=data, headers=headers)
+        if request.method == "HEAD" or len(data) < PIECE:
+            return web.Response(body=data, headers=headers)
+        return await slowly(request, data, headers)
 
     app = web.Application()
     app.router.add_get("/api/models/{org}/{repo}", describe)
@@ -42,6 +46,19 @@ async def model_hub(files: Mapping[str, bytes]) -> AsyncIterator[str]:
     app.router.add_get("/{org}/{repo}/resolve/{revision}/{name:.+}", give)
     async with serving(app) as url:
         yield url
+
+
+async def slowly(
+    request: web.Request, data: bytes, headers: Mapping[str, str]
+) -> web.StreamResponse:
+    """So that whoever fetches it sees it come."""
+    response = web.StreamResponse(headers=headers)
+    response.content_length = len(data)
+    await response.prepare(request)
+    for start in range(0, len(data), PIECE):
+        await response.write(data[start : start + PIECE])
+        await asyncio.sleep(0.2)
+    return response
 
 
 def etag(data: bytes) -> str:

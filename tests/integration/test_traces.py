@@ -181,7 +181,7 @@ async def test_the_loss_of_a_worker_shows_where_it_hit(
                                                 "prefill", "decode"]  # fmt: skip
     broken = [span for span in collector.below(request) if span.is_error]
     assert [span.name for span in broken] == ["decode"]
-    [event] = request.events
+    event = request.event("preempted")
     assert event.attributes["pagestream.preemption_mode"] == "worker_lost"
 
 
@@ -209,6 +209,21 @@ async def test_a_new_leader_goes_on_with_the_span_of_the_one_before(
     }
     assert len({span.span_id for span in collector.spans}) == len(collector.spans)
     assert request.start_ns < new[0].start_ns <= again.at_ns
+
+
+async def test_a_client_that_comes_back_is_seen_with_the_same_request(
+    collector: Collector, settings: Settings
+) -> None:
+    async with make_pool(settings) as pool:
+        for at in (0, 1):
+            body = {"prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}
+            status, _ = await pool.post(body, at=at, Idempotency_Key="order-17")
+            assert status == 200
+        await collector.has(request=1, **{"POST /v1/completions": 2})
+    visits = collector.named("POST /v1/completions")
+    first, second = (visit.attributes["pagestream.request_ids"] for visit in visits)
+    assert first == second == [collector.one("request").attributes["pagestream.request_id"]]
+    assert len({visit.trace_id for visit in visits}) == 2, "each has a trace of its own"
 
 
 async def test_a_client_that_leaves_ends_its_spans(

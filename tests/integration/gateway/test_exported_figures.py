@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.deployed import adapter_rules, expressions, metrics_in
-from tests.fakes.gateway_pool import Pool, eventually, gateways, make_pool
+from tests.fakes.gateway_pool import Listener, Pool, eventually, gateways, make_pool
 from tests.fakes.running_stack import ROOT
 from wire.config import Settings
 
@@ -108,3 +108,17 @@ async def test_a_path_that_nobody_has_is_no_label_of_its_own(pool: Pool) -> None
     found = await exported(pool)
     assert found["pagestream:http_responses_total/GET/other/404"] == 1
     assert found["pagestream:http_responses_total/GET//v1/requests/{id}/404"] == 2
+
+
+async def test_a_client_that_left_is_counted_as_such(pool: Pool) -> None:
+    listener = Listener(pool.http, {"prompt": [1, 2, 3], "max_tokens": 3000, "seed": 1})
+    listening = asyncio.ensure_future(listener.listen(pool.urls[0]))
+    await listener.has(3)
+    listening.cancel()
+
+    async def is_counted() -> bool:
+        found = await exported(pool)
+        return found.get("pagestream:http_responses_total/POST//v1/completions/499") == 1
+
+    await eventually(is_counted)
+    assert (await exported(pool))["vllm:request_success_total/abort"] == 1
