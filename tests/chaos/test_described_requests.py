@@ -1,4 +1,4 @@
-"""Whatever the description of the API allows, or just about does not, gets an answer that is no 5xx.
+"""Whatever the description of the API allows, or just does not, gets an answer that is no 5xx.
 
 Cases are made by schemathesis from `/openapi.json`; real processes. TEST_CASES in the long form.
 """
@@ -6,8 +6,8 @@ Cases are made by schemathesis from `/openapi.json`; real processes. TEST_CASES 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +28,30 @@ NUM_BODIES = 5  # operations that take one; the others have few different cases
 NUM_CASES = int(os.environ.get("TEST_CASES", "10000"))
 
 
-async def cases_of(program: Path, url: str, report: Path, num_cases: int) -> dict[str, Any]:
-    """Run so many cases, roughly; what came of them. Fails if one got a 5xx."""
+async def run_cases(program: Path, url: str, folder: Path, count: int) -> str:
+    """Run at least so many cases; what is told of them. Fails if one got a 5xx."""
     process = await asyncio.create_subprocess_exec(
         *(program, "run", f"{url}/openapi.json", "--checks", "not_a_server_error"),
-        *("--phases", "coverage,fuzzing", "--max-examples", str(num_cases // NUM_BODIES)),
+        *("--phases", "coverage,fuzzing", "--max-examples", str(count // NUM_BODIES)),
         *("--workers", "4", "--seed", "1", "--no-shrink", "--continue-on-failure"),
-        *("--suppress-health-check", "all"),
+        *("--suppress-health-check", "all", "--request-timeout", "60"),
+        # The one would end the gateway; the other says 503, since an oracle serves no model.
         *("--exclude-path", "/admin/drain", "--exclude-path", "/ready"),
-        *("--report", "json", "--report-json-path", report, "--request-timeout", "60"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {"NO_COLOR": "1"},
-        cwd=report.parent,
+        cwd=folder,
     )
-    said, _ = await process.communicate()
-    assert process.returncode == 0, said.decode()[-6000:]
-    found: dict[str, Any] = json.loads(report.read_text())
-    return found
+    said = (await process.communicate())[0].decode()
+    assert process.returncode == 0, said[-6000:]
+    return said
+
+
+def num_cases(said: str) -> int:
+    """Cases that passed, as the program tells at its end."""
+    [(generated, passed)] = re.findall(r"(\d+) generated, (\d+) passed", said)
+    assert generated == passed
+    return int(passed)
 
 
 @pytest.mark.parametrize("count", [100, pytest.param(NUM_CASES, marks=pytest.mark.long)])
@@ -64,18 +70,9 @@ async def test_no_described_request_gets_a_5xx(count: int, redis_kind: str, tmp_
             await pool.ready()
             url = f"http://127.0.0.1:{port}"
             await until_served(url)
-            report = await cases_of(program, url, tmp_path / "report.json", count)
-            print(json.dumps(report)[:3000])
-            try:
-                await pool.until(pool.is_quiet, 20)
-            except TimeoutError:
-                print(
-                    "LEFT",
-                    await pool.lasting_keys(),
-                    await pool.bus.stats(),
-                    await pool.bus.queue_lengths([]),
-                )
-                raise
+            said = await run_cases(program, url, tmp_path, count)
+            assert num_cases(said) >= count
+            await pool.until(pool.is_quiet)
             assert not [surprise for one in pool.processes for surprise in one.surprises]
             assert not pool.tracebacks()
     finally:
