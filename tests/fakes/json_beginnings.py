@@ -19,8 +19,11 @@ _TAILS = ("", "rue", "alse", "ull", "ue", "lse", "ll", "e", "se", "l", ".0", "e0
 
 def can_be_ended(text: str, schema: dict[str, Any]) -> bool:
     """Whether one of the ends that are known makes it a document of the schema."""
+    if not text:
+        return True
     closing, is_in_string = _open_places(text)
-    strings = _ENDS_OF_STRINGS if is_in_string else _TAILS
+    names = [f'{name[i:]}"' for name in schema.get("properties", ()) for i in range(len(name))]
+    strings = [*_ENDS_OF_STRINGS, *names] if is_in_string else _TAILS
     return any(
         _fits(text + string + value + closing, schema)
         for string, value in itertools.product(strings, _VALUES)
@@ -39,7 +42,7 @@ def _open_places(text: str) -> tuple[str, bool]:
             is_in_string = True
         elif character in "{[":
             stack.append("}" if character == "{" else "]")
-        elif character in "}]":
+        elif character in "}]" and stack:
             stack.pop()
     return "".join(reversed(stack)), is_in_string
 
