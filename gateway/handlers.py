@@ -20,6 +20,7 @@ from gateway.answers import answer_for
 from gateway.app_keys import ENGINE, KEEP_ALIVE_S, SETTINGS, TRACING
 from gateway.body_reader import read_body
 from gateway.chat_plan import plan_chat, with_reasoning
+from gateway.delivery import stream, whole
 from gateway.detokenizer import TextOptions, text_of
 from gateway.engine_client import GenerationRequest
 from gateway.errors import ApiError, invalid, unavailable
@@ -37,7 +38,6 @@ from gateway.readiness import ServedModel
 from gateway.rendering import Rendering, reading_of
 from gateway.request_times import RequestTimes
 from gateway.request_traces import SPAN, RequestTraces
-from gateway.responses import stream, whole
 from gateway.sampling import check_request, truncated
 from gateway.sequences import SequenceOutput
 from gateway.submission import Prompts, generation_requests

@@ -6,7 +6,8 @@ An id says what the client has once it has the event:
 
 An event of a choice is an output token. The opening of a choice, where there is one, is number 0:
 the place of a choice without it is empty. An end that no token brought (an abort, say) is one more.
-Events after the last output are the usage, an error and the end mark.
+Events after the last output are the usage, an error and the end mark. Where one output brings
+several events they count as one here, and the last of them has the id.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from functools import partial
 
 from aiohttp import web
 
-from gateway import responses
+from gateway import delivery
 from gateway.answer import request_id_in
 from gateway.answers import answer_for
 from gateway.app_keys import BUS, ENGINE, KEEP_ALIVE_S, READINESS
@@ -121,8 +121,8 @@ async def give_the_rest(
     reading = reading_of(rendering, model.tokenizer.vocabulary, app[KEEP_ALIVE_S])
     async with aclosing(app[ENGINE].follow(record, reading)) as batches:
         if is_stream:
-            return await responses.stream(request, answer, batches, numbering)
-        return await responses.whole(answer, batches)
+            return await delivery.stream(request, answer, batches, numbering)
+        return await delivery.whole(answer, batches)
 
 
 async def _find(request: web.Request, req_id: str) -> KnownAnswer | None:

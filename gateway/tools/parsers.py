@@ -12,22 +12,22 @@ from __future__ import annotations
 
 import ast
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 from gateway.tools.calls import CallScanner
 from gateway.tools.parts import CallArguments, CallStart, Content, Parser, Part, split_before
 
 
-class HermesParser:
-    """Objects between marks; text around them is content."""
+class SteppingParser(ABC):
+    """Reads what it holds one thing after the other, as far as it goes."""
 
-    marks = ("<tool_call>", "</tool_call>")
+    marks: ClassVar[tuple[str, ...]]
+    """Texts that mean something to it."""
 
     def __init__(self) -> None:
         self._held = ""
-        self._scanner: CallScanner | None = None  # inside a call
-        self._is_behind = False  # behind the object, before the closing mark
-        self._has_calls = False
 
     def push(self, text: str) -> list[Part]:
         """Read more text."""
@@ -36,6 +36,26 @@ class HermesParser:
         while self._step(parts):
             pass
         return parts
+
+    @abstractmethod
+    def finish(self) -> list[Part]:
+        """Give what was held back."""
+
+    @abstractmethod
+    def _step(self, parts: list[Part]) -> bool:
+        """Read one thing; False if more text is needed."""
+
+
+class HermesParser(SteppingParser):
+    """Objects between marks; text around them is content."""
+
+    marks = ("<tool_call>", "</tool_call>")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scanner: CallScanner | None = None  # inside a call
+        self._is_behind = False  # behind the object, before the closing mark
+        self._has_calls = False
 
     def finish(self) -> list[Part]:
         """Give what was held back; a call that never came about is content."""
@@ -47,7 +67,6 @@ class HermesParser:
         return self._content(held)
 
     def _step(self, parts: list[Part]) -> bool:
-        """Read as far as one thing goes; False if more text is needed."""
         if self._scanner is not None:
             return self._read_call(self._scanner, parts)
         if self._is_behind:
@@ -79,26 +98,16 @@ class HermesParser:
         return [Content(text)] if text else []
 
 
-class Llama3JsonParser:
+class Llama3JsonParser(SteppingParser):
     """Calls or content: a text that begins like an object, or with a mark, is calls."""
 
     marks = ("<|python_tag|>",)
 
     def __init__(self) -> None:
-        self._held = ""
+        super().__init__()
         self._is_content = False
         self._scanner: CallScanner | None = None
         self._num_calls = 0
-
-    def push(self, text: str) -> list[Part]:
-        """Read more text."""
-        if self._is_content:
-            return [Content(text)] if text else []
-        self._held += text
-        parts: list[Part] = []
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         """Give what was held back."""
@@ -110,6 +119,10 @@ class Llama3JsonParser:
         return [Content(held)] if held else []
 
     def _step(self, parts: list[Part]) -> bool:
+        if self._is_content:
+            parts += [Content(self._held)] if self._held else []
+            self._held = ""
+            return False
         if self._scanner is None and not self._begins(parts):
             return False
         scanner = self._scanner
@@ -145,23 +158,15 @@ class Llama3JsonParser:
         self._held, self._scanner, self._is_content = "", None, True
 
 
-class MistralParser:
+class MistralParser(SteppingParser):
     """A mark, then a list of objects, or a name and its arguments."""
 
     marks = ("[TOOL_CALLS]", "[ARGS]")
 
     def __init__(self) -> None:
-        self._held = ""
+        super().__init__()
         self._is_inside = False  # behind the mark
         self._scanner: CallScanner | None = None
-
-    def push(self, text: str) -> list[Part]:
-        """Read more text."""
-        parts: list[Part] = []
-        self._held += text
-        while self._step(parts):
-            pass
-        return parts
 
     def finish(self) -> list[Part]:
         """Give what was held back."""
@@ -293,7 +298,7 @@ class NamedCallParser:
         return []
 
 
-PARSERS: Mapping[str, type[HermesParser | Llama3JsonParser | MistralParser | PythonicParser]] = {
+PARSERS: Mapping[str, type[SteppingParser | PythonicParser]] = {
     "hermes": HermesParser,
     "llama3_json": Llama3JsonParser,
     "mistral": MistralParser,

@@ -15,9 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.openai.tools import Function, Tool
+from gateway.tools.forced import named_call, required_calls
 from tests.chaos.pool import Process
+from tests.fakes.oracle_rules import END
 from tests.fakes.oracle_worker import VOCAB
 from tests.fakes.paged_oracle import generate
+from wire import grammars
 from wire.messages import SamplingParams
 
 ABORTED_WITH_GATEWAY = "gone"
@@ -33,6 +37,7 @@ class Client:
     max_tokens: int
     seed: int | None = None
     eos: list[int] = field(default_factory=list)
+    rules: dict[str, Any] = field(default_factory=dict)  # penalties, or a grammar
     is_resumable: bool = True
     leaves_after: int | None = None  # tokens after which it has had enough
     may_fail: bool = False
@@ -51,6 +56,7 @@ class Client:
             temperature=0.0 if self.seed is None else 1.0,
             seed=self.seed or 0,
             eos_token_ids=self.eos,
+            **self.rules,
         )
         self.want = generate(self.prompt, sampling, VOCAB)
 
@@ -63,6 +69,7 @@ class Client:
             "max_tokens": self.max_tokens,
             "seed": self.seed,
             "eos": self.eos,
+            "rules": self.rules,
             "resumable": self.is_resumable,
             "tokens": self.tokens,
         }
@@ -216,12 +223,54 @@ async def _notify(client: Client) -> None:
         client.changed.notify_all()
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "names": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 3},
+        "size": {"enum": ["s", "m", "l", None]},
+        "count": {"type": "integer", "minimum": -20, "maximum": 20},
+    },
+    "required": ["names", "size"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    Tool(type="function", function=Function(name="order", parameters=SCHEMA)),
+    Tool(type="function", function=Function(name="wait")),
+]
+RULES: dict[int, list[dict[str, Any]]] = {
+    1: [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.7},
+        {"repetition_penalty": 1.3, "frequency_penalty": -0.5},
+    ],
+    2: [{"grammar": grammars.of_json_schema(SCHEMA)}],
+    3: [
+        {"grammar": required_calls(TOOLS, parallel=True)},
+        {"grammar": named_call(TOOLS, "order"), "presence_penalty": 1.0},
+    ],
+}
+"""What some requests are held to, by their number: penalties, a schema, calls of tools."""
+
+
 def random_clients(draw: random.Random) -> Any:
     """Requests of every kind, without end: short and long, greedy and not, with shared prefixes."""
     for number in itertools.count():
         length = draw.choice((1, 5, 15, 16, 17, 31, 48, 90))
         prompt = [draw.randrange(4) + 1] * (length // 2) + [number % VOCAB] * (length - length // 2)
         max_tokens = draw.choice((1, 8, 16, 33, 60, 90))
+        if number % 5 in RULES:
+            kind = draw.choice(RULES[number % 5])
+            has_end = "grammar" in kind
+            yield Client(
+                prompt,
+                max_tokens + (60 if has_end else 0),
+                seed=draw.randrange(1000) if number % 2 else None,
+                eos=[END] if has_end else [],
+                rules=kind,
+                is_resumable=draw.random() < 0.85,
+                req_id=f"{draw.getrandbits(128):032x}",
+            )
+            continue
         yield Client(
             prompt,
             max_tokens,

@@ -39,13 +39,30 @@ CHAT = {
     "response_format": {"type": "text"},
     "tools": [],
 }
+RESPONSE = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "summary": [], "content": []},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "x"},
+    ],
+    "instructions": "be brief",
+    "max_output_tokens": 4,
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "string"}}},
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "tool_choice": "none",
+    "stream": True,
+    "metadata": {"a": "b"},
+}
 VALID: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", COMPLETION),
     ("/v1/chat/completions", CHAT),
+    ("/v1/responses", RESPONSE),
 ]
 PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
     "/v1/requests/x",
     "/v1/streams/x",
     "/v1",
@@ -122,7 +139,7 @@ def strange_field(draw: random.Random, message: Message) -> None:
 
 
 def another_body(draw: random.Random, message: Message) -> None:
-    message.body = draw.choice([*ODD, COMPLETION, CHAT])
+    message.body = draw.choice([*ODD, COMPLETION, CHAT, RESPONSE])
 
 
 def deep(draw: random.Random, message: Message) -> None:

@@ -16,7 +16,6 @@ from tests.fakes.running_stack import RunningStack
 
 pytestmark = pytest.mark.e2e
 
-QUESTION = "What is the capital of France?"
 MEGABYTE = 2**20
 
 
@@ -25,40 +24,6 @@ async def client(stack: RunningStack) -> AsyncIterator[openai.AsyncOpenAI]:
     url = f"http://127.0.0.1:{stack.port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as made:
         yield made
-
-
-async def test_the_openai_client_asks_and_streams(client: openai.AsyncOpenAI) -> None:
-    async def chat() -> str:
-        answer = await client.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": QUESTION}],
-            temperature=0,
-            max_completion_tokens=24,
-        )
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens <= 24
-        return answer.choices[0].message.content or ""
-
-    async def streamed_chat() -> str:
-        stream = await client.chat.completions.create(
-            model="demo",
-            messages=[{"role": "user", "content": QUESTION}],
-            temperature=0,
-            max_completion_tokens=24,
-            stream=True,
-        )
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    whole, streamed = await asyncio.gather(chat(), streamed_chat())
-    assert "Paris" in whole
-    assert streamed == whole
-
-    completion = await client.completions.create(
-        model="demo", prompt=["The capital of France is", [504, 3575]], temperature=0, max_tokens=5
-    )
-    assert [choice.index for choice in completion.choices] == [0, 1]
-    assert "Paris" in completion.choices[0].text
-    assert [model.id async for model in client.models.list()] == ["demo"]
 
 
 async def test_a_seed_makes_a_draw_repeatable(client: openai.AsyncOpenAI) -> None:

@@ -79,6 +79,17 @@ def test_settings_exist(page: Path) -> None:
     assert names <= SETTINGS | OTHER_NAMES | commands | verbs | others
 
 
+def test_every_client_in_the_table_has_its_test() -> None:
+    """And every test of a client stands in the table."""
+    table = re.findall(r"^\|.*\|$", text_of(ROOT / "docs" / "clients.md"), re.MULTILINE)
+    named_tests = set(re.findall(r"`(test_\w+)`", "\n".join(table)))
+    here = [
+        ROOT / "tests" / "e2e" / f"test_{kind}.py" for kind in ("openai_client", "other_clients")
+    ]
+    written = {name for page in here for name in re.findall(r"def (test_\w+)", text_of(page))}
+    assert named_tests == written
+
+
 # ---------------------------------------------------------------- on a running stack
 
 

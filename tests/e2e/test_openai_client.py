@@ -243,3 +243,74 @@ async def test_a_timeout_leaves_nothing_behind(
     async with asyncio.timeout(60):
         while not await is_idle():
             await asyncio.sleep(0.1)
+
+
+# ---------------------------------------------------------------- responses
+
+
+RESPONSE: dict[str, Any] = {
+    **GREEDY,
+    "input": "What is the capital of France?",
+    "max_output_tokens": 24,
+}
+
+
+async def test_responses(client: openai.AsyncOpenAI) -> None:
+    answer = await client.responses.create(**RESPONSE)
+    chat = await client.chat.completions.create(**CHAT)
+    assert answer.output_text == chat.choices[0].message.content
+    assert (answer.status, answer.store) == ("completed", False)
+    assert answer.usage is not None and chat.usage is not None
+    assert answer.usage.input_tokens == chat.usage.prompt_tokens
+    assert answer.usage.output_tokens_details.reasoning_tokens == 0
+    said: list[Any] = [
+        {"role": "user", "content": RESPONSE["input"]},
+        *[item.model_dump(exclude_none=True) for item in answer.output],
+        {"role": "user", "content": "Say it again."},
+    ]
+    again = await client.responses.create(**{**RESPONSE, "input": said}, instructions="Be brief.")
+    assert again.output_text
+    with pytest.raises(openai.BadRequestError, match="stores no responses"):
+        await client.responses.create(**RESPONSE, previous_response_id=answer.id)
+    with pytest.raises(openai.BadRequestError) as bad:
+        await client.responses.create(**{**RESPONSE, "input": []})
+    assert bad.value.param == "input"
+
+
+async def test_responses_as_a_stream(client: openai.AsyncOpenAI) -> None:
+    whole = await client.responses.create(**RESPONSE)
+    deltas, numbers = "", []
+    async for event in await client.responses.create(**RESPONSE, stream=True):
+        numbers.append(event.sequence_number)
+        deltas += event.delta if event.type == "response.output_text.delta" else ""
+    assert numbers == list(range(len(numbers)))
+    assert event.type == "response.completed"
+    assert deltas == whole.output_text == event.response.output_text
+    async with client.responses.stream(**RESPONSE) as events:
+        final = await events.get_final_response()
+    assert final.output_text == whole.output_text
+
+
+async def test_a_type_through_parse_of_responses(client: openai.AsyncOpenAI) -> None:
+    asked = {**RESPONSE, "max_output_tokens": 200}
+    parsed = await client.responses.parse(**asked, text_format=Order)
+    assert isinstance(parsed.output_parsed, Order)
+    async with client.responses.stream(**asked, text_format=Order) as events:
+        final = await events.get_final_response()
+    assert final.output_parsed == parsed.output_parsed
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+async def test_tools_of_responses(client: openai.AsyncOpenAI, choice: Any) -> None:
+    tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
+    asked = {**RESPONSE, "max_output_tokens": 300, "tools": [tool], "tool_choice": choice}
+    asked["parallel_tool_calls"] = False
+    answer = await client.responses.create(**asked)
+    [call] = answer.output
+    assert call.type == "function_call" and call.name == "weather"
+    jsonschema.validate(json.loads(call.arguments), WEATHER)
+    async with client.responses.stream(**asked) as events:
+        final = await events.get_final_response()
+    [streamed] = final.output
+    assert streamed.type == "function_call"
+    assert streamed.arguments == call.arguments

@@ -71,6 +71,11 @@ def test_langchain(url: str) -> None:
     for piece in called.stream("I want soup."):
         streamed = piece if streamed is None else streamed + piece
     assert streamed.tool_calls[0]["args"] == call["args"]  # type: ignore[union-attr]  # it came
+    responses = ChatOpenAI(
+        model="demo", temperature=0, max_tokens=24, use_responses_api=True, **options
+    )
+    assert responses.invoke(QUESTION).text == whole.text
+    assert "".join(piece.text for piece in responses.stream(QUESTION)) == whole.text
     plain = OpenAI(model="demo", temperature=0, max_tokens=5, **options)
     assert "Paris" in plain.invoke("The capital of France is")
 
@@ -116,7 +121,7 @@ def test_litellm(url: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_guidellm(stack: RunningStack, tmp_path: Path, endpoint: str) -> None:
     report = tmp_path / "report.json"
     server = f"http://127.0.0.1:{stack.port}"
@@ -135,7 +140,7 @@ def test_guidellm(stack: RunningStack, tmp_path: Path, endpoint: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("endpoint", ["completions", "chat"])
+@pytest.mark.parametrize("endpoint", ["completions", "chat", "responses"])
 def test_aiperf(stack: RunningStack, tmp_path: Path, endpoint: str) -> None:
     said_by(
         *(python_client("aiperf==0.13.0") / "aiperf", "profile", "--model", "demo"),
@@ -153,7 +158,11 @@ def test_aiperf(stack: RunningStack, tmp_path: Path, endpoint: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "endpoint"),
-    [("openai", "/v1/completions"), ("openai-chat", "/v1/chat/completions")],
+    [
+        ("openai", "/v1/completions"),
+        ("openai-chat", "/v1/chat/completions"),
+        ("openai-responses", "/v1/responses"),
+    ],
 )
 def test_vllm_bench_serve(stack: RunningStack, tmp_path: Path, backend: str, endpoint: str) -> None:
     """Too heavy to be installed here: an installation of vLLM on the PATH is used."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from tests.fakes.fake_logprobs import record
+from tests.fakes.oracle_rules import OracleRules, rules_for
 from wire.messages import (
     BlockCopies,
     HeldRequest,
@@ -33,12 +34,15 @@ def absorb(kv: int, token: int) -> int:
     return crc32(kv.to_bytes(4, "little") + token.to_bytes(4, "little"))
 
 
-def sample(kv: int, sampling: SamplingParams, index: int, vocab: int) -> int:
+def sample(
+    kv: int, sampling: SamplingParams, index: int, vocab: int, rules: OracleRules | None = None
+) -> int:
     """The next token: a pure function of the prefix, and with a temperature of (seed, index)."""
-    if sampling.temperature == 0:
-        return kv % vocab
-    draw = f"{kv},{sampling.seed},{index}"
-    return crc32(draw.encode()) % vocab
+    is_greedy = sampling.temperature == 0
+    draw = (f"{kv}" if is_greedy else f"{kv},{sampling.seed},{index}").encode()
+    if rules is not None:
+        return rules.choose(draw, vocab)
+    return kv % vocab if is_greedy else crc32(draw) % vocab
 
 
 def generate(prompt: list[int], sampling: SamplingParams, vocab: int = VOCAB) -> list[int]:
@@ -47,9 +51,12 @@ def generate(prompt: list[int], sampling: SamplingParams, vocab: int = VOCAB) ->
     kv, out = 0, list[int]()
     for token in prompt:
         kv = absorb(kv, token)
+    rules = rules_for(sampling, prompt)
     while len(out) < sampling.max_tokens and not stops.intersection(out[-1:]):
-        out.append(sample(kv, sampling, len(out), vocab))
+        out.append(sample(kv, sampling, len(out), vocab, rules))
         kv = absorb(kv, out[-1])
+        if rules is not None:
+            rules.note(out[-1])
     return out
 
 
@@ -62,6 +69,7 @@ class _Row:
     block_ids: list[int]
     num_computed: int
     sampling: SamplingParams
+    rules: OracleRules | None
     digests: list[int] = field(default_factory=list)
     is_sick: bool = False  # what it computes is not finite
 
@@ -182,6 +190,7 @@ class PagedOracle:
             list(new.block_ids),
             new.num_computed_tokens,
             new.sampling,
+            rules_for(new.sampling, new.prompt_token_ids, new.output_token_ids),
         )
         kv = 0
         for token in tokens:
@@ -212,8 +221,10 @@ class PagedOracle:
         if row.num_computed < len(row.tokens):
             return None
         index = len(row.tokens) - row.num_prompt_tokens
-        token = sample(row.digests[-1], row.sampling, index, self.vocab)
+        token = sample(row.digests[-1], row.sampling, index, self.vocab, row.rules)
         row.tokens.append(token)
+        if row.rules is not None:
+            row.rules.note(token)
         if (k := row.sampling.logprobs) is not None:
             logprobs.append(RequestLogprobs(req, index, record(token, k, self.vocab)))
         row.digests.append(absorb(row.digests[-1], token))

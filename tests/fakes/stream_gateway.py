@@ -79,6 +79,7 @@ def _stream_of(order: dict[str, Any]) -> Stream:
         temperature=0.0 if order["seed"] is None else 1.0,
         seed=order["seed"] or 0,
         eos_token_ids=order["eos"],
+        **order.get("rules", {}),
     )
     stream = Stream(order["id"], order["prompt"], sampling, is_resumable=order["resumable"])
     stream.tokens = list(order.get("tokens", ()))

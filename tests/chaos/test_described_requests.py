@@ -1,0 +1,84 @@
+"""Whatever the description of the API allows, or just does not, gets an answer that is no 5xx.
+
+Cases are made by schemathesis from `/openapi.json`; real processes. TEST_CASES in the long form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.pool import Pool
+from tests.fakes.gateway_process import until_served
+from tests.fakes.gateway_world import TOKENIZER
+from tests.fakes.installed import python_client
+from tests.fakes.oracle_worker import VOCAB
+from tests.fakes.running_stack import free_port
+from tests.fakes.tokenizers import write_model_folder
+
+pytestmark = [pytest.mark.chaos, pytest.mark.redis]
+
+FACTS = {"vocab_size": VOCAB, "max_position_embeddings": 128}
+NUM_BODIES = 5  # operations that take one; the others have few different cases
+QUIET_S = 30.0
+NUM_CASES = int(os.environ.get("TEST_CASES", "10000"))
+
+
+async def run_cases(program: Path, url: str, folder: Path, count: int) -> str:
+    """Run at least so many cases; what is told of them. Fails if one got a 5xx."""
+    process = await asyncio.create_subprocess_exec(
+        *(program, "run", f"{url}/openapi.json", "--checks", "not_a_server_error"),
+        *("--phases", "coverage,fuzzing", "--max-examples", str(count // NUM_BODIES)),
+        # More workers are threads, in which Python 3.11 may fail to parse a lambda.
+        *("--workers", "1", "--seed", "1", "--no-shrink", "--continue-on-failure"),
+        *("--suppress-health-check", "all", "--request-timeout", "60"),
+        # The one would end the gateway; the other says 503, since an oracle serves no model.
+        *("--exclude-path", "/admin/drain", "--exclude-path", "/ready"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | {"NO_COLOR": "1"},
+        cwd=folder,
+    )
+    said = (await process.communicate())[0].decode()
+    assert process.returncode == 0, said[-6000:]
+    return said
+
+
+def num_cases(said: str) -> int:
+    """Cases that passed, as the program tells at its end."""
+    [(generated, passed)] = re.findall(r"(\d+) generated, (\d+) passed", said)
+    assert generated == passed
+    return int(passed)
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(NUM_CASES, marks=pytest.mark.long)])
+async def test_no_described_request_gets_a_5xx(count: int, redis_kind: str, tmp_path: Path) -> None:
+    program = (await asyncio.to_thread(python_client, "schemathesis==4.32.5")) / "schemathesis"
+    port = free_port()
+    folder = write_model_folder(tmp_path / "oracle", TOKENIZER, config=FACTS)
+    settings: dict[str, Any] = {"model": str(folder), "port": port, "max_queued_requests": 10_000}
+    pool = Pool(redis_kind, **settings)
+    pool.add_scheduler()
+    pool.add_worker("--num-blocks", "1000")
+    gateway = pool.process("http", ["-P", "-m", "gateway"])
+    pool.gateways.append(gateway)
+    try:
+        async with pool.running():
+            await pool.ready()
+            url = f"http://127.0.0.1:{port}"
+            await until_served(url)
+            said = await run_cases(program, url, tmp_path, count)
+            assert num_cases(said) >= count
+            try:
+                await pool.until(pool.is_quiet, QUIET_S)
+            except TimeoutError:
+                pytest.fail(f"not quiet: {await pool.bus.stats()} {await pool.lasting_keys()}")
+            assert not [surprise for one in pool.processes for surprise in one.surprises]
+            assert not pool.tracebacks()
+    finally:
+        await pool.close()
