@@ -46,7 +46,7 @@ done
 
 echo '-- a rolling restart, while somebody asks'
 deploy/rolling-restart --stop 'docker restart --time 40 {host}' \
-  --ps 'docker compose exec -T gateway pagestream ps --json' &
+  --ps 'docker compose exec -T scheduler pagestream ps --json' &
 restarting=$!
 while kill -0 "$restarting" 2>/dev/null; do
   found=$(status "$ADMIN_KEY")

@@ -10,7 +10,8 @@ from aiohttp import web
 
 from gateway.app_keys import ENGINE, READINESS, SETTINGS
 from gateway.errors import ApiError, invalid, model_not_found
-from gateway.openai import GenerationBody, ModelBody, parse
+from gateway.openai import ModelBody, parse
+from gateway.openai.generation import SamplingBody
 from gateway.readiness import ServedModel
 from gateway.resume import KEY_HEADER
 
@@ -35,7 +36,7 @@ async def raw_body(request: web.Request) -> bytes:
 async def read_body(request: web.Request, cls: type[B]) -> tuple[ServedModel, B]:
     """Read a body, and give the model that it is for. Raises ApiError."""
     model = request.app[READINESS].served_model()
-    if issubclass(cls, GenerationBody) and KEY_HEADER not in request.headers:
+    if issubclass(cls, SamplingBody) and KEY_HEADER not in request.headers:
         request.app[ENGINE].check_room()
     if request.content_type != "application/json":
         raise invalid("the Content-Type must be application/json", code="invalid_content_type")

@@ -251,6 +251,7 @@ class EngineClient:
             req_id, length = sequence.followed.req_id, sequence.num_output_tokens
             self._farewells.put_nowait(AbortRequest(req_id, "stop", length))
         if not sequence.has_more:
+            self._full_until = 0.0
             self._rate.note_end(sequence.num_output_tokens)
 
     # ------------------------------------------------------------ leaving
@@ -261,8 +262,8 @@ class EngineClient:
         """Let go of sequences; what has not ended is aborted if the answer is over."""
         for sequence in sequences:
             one = sequence.followed
-            self._full_until = 0.0
             if self._router.leave(one, collector) and sequence.is_open:
+                self._full_until = 0.0
                 if is_over:
                     self._farewells.put_nowait(AbortRequest(one.req_id))
                 else:
