@@ -24,14 +24,13 @@ from bench.gpu_batches import (
     Batch,
     Sizes,
     decode,
-    float8_of,
     make_batch,
     prefill,
 )
 from kernels import reference
 from kernels.copy_blocks import copy_blocks
 from kernels.draw import Draw, Penalties
-from kernels.paged_cache import PagedCache
+from kernels.paged_cache import PagedCache, float8_of
 from kernels.reshape_and_cache import reshape_and_cache
 from kernels.residual_rmsnorm import residual_rmsnorm
 from kernels.rotary_and_cache import rotary_and_cache

@@ -163,7 +163,8 @@ class Executor:
             vocab_size=model.vocab_size,
             num_cpu_blocks=settings.num_cpu_blocks,
         )
-        block_bytes = kv_cache.bytes_per_block(model.kv_shapes, settings.block_size, model.dtype)
+        stored = torch.uint8 if settings.kv_cache_dtype == "fp8" else model.dtype
+        block_bytes = kv_cache.bytes_per_block(model.kv_shapes, settings.block_size, stored)
         if model.device.type == "cuda":
             room = self._rehearse(model, backend, wanted, kv_cache.CudaMeter(model.device))
         else:

@@ -20,6 +20,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SETTINGS = {setting_name(name) for name in Settings.model_fields}
 OTHER_NAMES = {  # variables of make, pip, docker and the shell
     *("ARGS", "CI", "GATEWAYS", "WORKERS", "TEST_PROMPTS", "TORCH", "TORCH_INDEX", "PATH"),
+    *("TRITON", "UPDATE_KERNEL_BUDGET"),
     *("NAME", "VALUE", "KEY", "URL", "JSON", "HOST", "SIGTERM", "SIGHUP", "BLOCK"),
 }
 
