@@ -28,7 +28,7 @@ import structlog
 import torch
 
 from gpu_worker import kv_cache
-from gpu_worker.attention.base import PagedBackend
+from gpu_worker.attention.base import PagedBackend, StaticBackend
 from gpu_worker.attention.selector import select_backend
 from gpu_worker.block_table import ProtocolError
 from gpu_worker.decode_graphs import CudaCapture
@@ -140,6 +140,10 @@ class Executor:
         model = load_model(settings, folder)
         backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
         model = prepare(settings, model, backend)
+        if isinstance(backend, StaticBackend):
+            from gpu_worker.fused import fuse  # noqa: PLC0415 - Triton is not everywhere
+
+            fuse(model)
         capacity = self._fit(model, backend)
         self._grammars = GrammarCompiler(folder, capacity.vocab_size)
         self._runner = self._make_runner(model, backend, capacity)
