@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import structlog
@@ -47,6 +48,8 @@ def _triton(
 ) -> PagedBackend:
     if device.type != "cuda":
         raise NoLibraryError(f"the device is {device.type}")
+    # Beside the models: what is compiled once then outlives the container.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(settings.model_cache_dir / "kernels" / "triton"))
     try:
         from gpu_worker.attention.triton import TritonAttention  # noqa: PLC0415 - not everywhere
     except ImportError as error:

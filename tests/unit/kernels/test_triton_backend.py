@@ -65,6 +65,7 @@ def test_a_machine_without_a_compiler_takes_plain_torch(
     def refuse(*_: object) -> None:
         raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
 
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/nowhere")  # choosing sets it, if nobody has
     monkeypatch.setattr(triton_backend, "reshape_and_cache", refuse)
     gpu = SimpleNamespace(type="cuda")  # as far as choosing goes
     make = TritonAttention
