@@ -168,19 +168,16 @@ class TritonAttention:
         return plan
 
     def _cache(self, shape: KVShape, num_blocks: int) -> PagedCache:
-        try:
-            return PagedCache(
-                *(
-                    torch.empty(
-                        (num_blocks, shape.num_kv_heads, self._block_size, dim),
-                        dtype=self._dtype,
-                        device=self._device,
-                    )
-                    for dim in (shape.key_dim, shape.value_dim)
-                ),
-                self._scale,
-                self._scale,
+        key, value = (
+            torch.empty(
+                (num_blocks, shape.num_kv_heads, self._block_size, dim),
+                dtype=self._dtype,
+                device=self._device,
             )
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        try:
+            return PagedCache(key, value, self._scale, self._scale)
         except ValueError as error:
             raise NoLibraryError(str(error)) from None
 

@@ -26,6 +26,7 @@ from tests.unit.gpu_worker.test_torch_attention import (
 from wire.config import SettingsError, load
 
 SHAPE = KVShape(2, 16, 8)
+WIDE = KVShape(2, 32, 16)  # whose rows are 16 bytes in one byte a number too
 make_step = partial(Step, make_backend=lambda size, dtype: TritonAttention(size, dtype, CPU))
 
 
@@ -74,7 +75,7 @@ def test_a_machine_without_a_compiler_takes_plain_torch(
         "TritonAttention",
         lambda size, dtype, _, **how: make(size, dtype, CPU, **how),
     )
-    choose = partial(selector.select_backend, dtype=torch.float32, device=gpu, shapes=[SHAPE])
+    choose = partial(selector.select_backend, dtype=torch.float32, device=gpu, shapes=[WIDE])
     monkeypatch.setattr(selector, "TorchAttention", lambda *_: "plain torch")
     assert choose(load()) == "plain torch"
     assert "Failed to find C compiler" in capsys.readouterr().out
@@ -89,7 +90,7 @@ def test_a_cache_of_one_byte_a_number_is_read_as_it_was_rounded() -> None:
     backend = partial(TritonAttention, is_float8=True)
     step = Step(
         MIXED,
-        SHAPE,
+        WIDE,
         num_heads=6,
         dtype=torch.bfloat16,
         make_backend=lambda size, dtype: backend(size, dtype, CPU),
