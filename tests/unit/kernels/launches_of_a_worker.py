@@ -2,8 +2,9 @@
 
 Run as a process of its own: `python -m tests.unit.kernels.launches_of_a_worker ARCHITECTURE…`
 prints one JSON object, with the variants that serving launched and warming up did not, by
-architecture of the model; with `--little` before them, after warming up with one small request. A variant is what the compiler would make anew: a kernel, its constants
-and options, and what it is told of its arguments. Launches are noted and do nothing.
+architecture of the model; with `--little` before them, after warming up with one small request. A
+variant is what the compiler would make anew: a kernel, its constants and options, and what it is
+told of its arguments. Launches are noted and do nothing.
 """
 
 from __future__ import annotations
