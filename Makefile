@@ -35,7 +35,8 @@ test: $(READY)    ## every quick test
 	$(PYTEST) $(ARGS)
 
 kernels: build/triton-$(TRITON)/.installed  ## the kernels' tests with another Triton; TRITON=3.6.0
-	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(PYTEST) tests/unit/kernels $(ARGS)
+	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(PYTEST) tests/unit/kernels \
+	  -W 'ignore:Conversion of an array:DeprecationWarning' $(ARGS)
 
 chaos: $(READY)   ## kills, freezes and cuts for an hour or so; SEEDS='1 2' for other storms
 	$(PYTEST) -m chaos $(ARGS)

@@ -28,7 +28,7 @@ then
 else
   echo 'no GPU: checks in the interpreter, nothing is measured'
   interpreted='from tests.fakes import triton_interpreter as t; t.install()
-import sys; from bench import gpu_checks; sys.exit(gpu_checks.main())'
+import sys; from bench import gpu_checks; sys.exit(gpu_checks.main([]))'
   part 300 'kernels are right' "$python" -W ignore -c "$interpreted"
   part 150 'the worker' "$python" -m bench.gpu_worker --check --set DEVICE=cpu --set DTYPE=float32
 fi

@@ -108,11 +108,3 @@ def prefill(batch: Batch, **how: Any) -> Callable[[], Tensor]:
     """One launch for any batch."""
     operands = (batch.query, batch.cache, batch.block_tables, batch.starts, batch.lens)
     return lambda: attend_ragged(*operands, scale=batch.scale, **how)
-
-
-def float8_of(device: torch.device) -> torch.dtype:
-    """The eight bits that the device converts."""
-    if torch.version.hip:
-        return torch.float8_e4m3fnuz
-    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
-    return torch.float8_e5m2 if is_old else torch.float8_e4m3fn

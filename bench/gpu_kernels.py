@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import triton
 
-from bench.gpu_batches import BFLOAT16, LARGE, decode, float8_of, make_batch, prefill
+from bench.gpu_batches import BFLOAT16, LARGE, decode, make_batch, prefill
 from kernels.draw import Draw
+from kernels.paged_cache import float8_of
 from kernels.residual_rmsnorm import residual_rmsnorm
 from kernels.rotary_and_cache import rotary_and_cache
 from kernels.sampling import sample

@@ -28,7 +28,7 @@ import structlog
 import torch
 
 from gpu_worker import kv_cache
-from gpu_worker.attention.base import PagedBackend
+from gpu_worker.attention.base import PagedBackend, StaticBackend
 from gpu_worker.attention.selector import select_backend
 from gpu_worker.block_table import ProtocolError
 from gpu_worker.decode_graphs import CudaCapture
@@ -147,6 +147,10 @@ class Executor:
         backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
         tell("preparing the weights")
         model = prepare(settings, model, backend)
+        if isinstance(backend, StaticBackend):
+            from gpu_worker.fused import fuse  # noqa: PLC0415 - Triton is not everywhere
+
+            fuse(model)
         capacity = self._fit(model, backend)
         self._grammars = GrammarCompiler(folder, capacity.vocab_size)
         self._runner = self._make_runner(model, backend, capacity)
@@ -171,7 +175,8 @@ class Executor:
             vocab_size=model.vocab_size,
             num_cpu_blocks=settings.num_cpu_blocks,
         )
-        block_bytes = kv_cache.bytes_per_block(model.kv_shapes, settings.block_size, model.dtype)
+        stored = torch.uint8 if settings.kv_cache_dtype == "fp8" else model.dtype
+        block_bytes = kv_cache.bytes_per_block(model.kv_shapes, settings.block_size, stored)
         if model.device.type == "cuda":
             room = self._rehearse(model, backend, wanted, kv_cache.CudaMeter(model.device))
         else:

@@ -18,7 +18,12 @@ _DRAWING = SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9)
 
 # All that a request can ask for and that takes memory by the size of the vocabulary.
 _DEMANDING = SamplingParams(
-    max_tokens=2, temperature=1.0, top_p=0.9, logprobs=1, bias_token_ids=token_ids([0]), bias_values=[0.0]
+    max_tokens=2,
+    temperature=1.0,
+    top_p=0.9,
+    logprobs=1,
+    bias_token_ids=token_ids([0]),
+    bias_values=[0.0],
 )
 _PROMPT_LOGPROBS = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1)
 

@@ -151,6 +151,11 @@ class Settings(BaseSettings):
         description="Memory for blocks; on the CPU a quarter of what is free at start, 4 GiB at "
         "most, by default.",
     )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="Numbers of the KV cache; `auto`: those of the model, `fp8`: one byte each, "
+        "which only the Triton kernels of a GPU read.",
+    )
     attention_backend: Literal["auto", "triton", "cpu", "torch"] = Field(
         "auto", description="Which attention the worker uses."
     )

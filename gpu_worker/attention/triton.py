@@ -25,7 +25,7 @@ from gpu_worker.native.library import NoLibraryError
 from gpu_worker.transfer import to_device
 from kernels.decode_attention import attend_decodes
 from kernels.decode_plan import DecodePlan, plan_decodes, repeatable_plan
-from kernels.paged_cache import PagedCache
+from kernels.paged_cache import PagedCache, float8_of
 from kernels.prefill_attention import attend_ragged
 from kernels.reshape_and_cache import reshape_and_cache
 
@@ -45,18 +45,39 @@ class _Step:
 class TritonAttention:
     """The fast backend of a GPU worker. See `AttentionBackend` for what its methods promise."""
 
-    def __init__(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, block_size: int, dtype: torch.dtype, device: torch.device, *, is_float8: bool = False
+    ) -> None:
+        """Attend with numbers of `dtype`; with `is_float8` the cache holds them in a byte each."""
         self._block_size = block_size
-        self._dtype = dtype
+        self._query_dtype = dtype
+        self._dtype = float8_of(device) if is_float8 else dtype
         self._device = device
+        # What is stored is the number itself: without data to calibrate by, any scale is a guess.
+        self._scale = torch.ones(1, device=device) if is_float8 else None
         self._caches: list[PagedCache] = []
         self._step: _Step | None = None
         self._plans: dict[int, DecodePlan] = {}  # of this step, by window
 
     def prepare(self, shapes: Sequence[KVShape]) -> None:
-        """Raise NoLibraryError unless the kernels know layers of these shapes."""
-        for shape in dict.fromkeys(shapes):
-            self._cache(shape, num_blocks=1)
+        """Raise NoLibraryError unless the kernels know layers of these shapes, and can be compiled.
+
+        Triton wants a C compiler on the machine, which only a first launch shows.
+        """
+        caches = [self._cache(shape, num_blocks=1) for shape in dict.fromkeys(shapes)]
+        self._try_a_kernel(caches[0])
+
+    def _try_a_kernel(self, cache: PagedCache) -> None:
+        slots = torch.zeros(1, dtype=torch.int64, device=self._device)
+        key, value = (
+            torch.zeros(1, *pool.shape[1::2], dtype=self._query_dtype, device=self._device)
+            for pool in (cache.key, cache.value)
+        )
+        try:
+            reshape_and_cache(key, value, cache, slots)
+        except Exception as error:  # the compiler's, the driver's, the assembler's
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise NoLibraryError(f"no kernel can be compiled here: {reason[0]}") from error
 
     def alloc_kv(self, shapes: Sequence[KVShape], num_blocks: int) -> None:
         """Make the cache. Memory that was never written may hold anything."""
@@ -147,17 +168,16 @@ class TritonAttention:
         return plan
 
     def _cache(self, shape: KVShape, num_blocks: int) -> PagedCache:
-        try:
-            return PagedCache(
-                *(
-                    torch.empty(
-                        (num_blocks, shape.num_kv_heads, self._block_size, dim),
-                        dtype=self._dtype,
-                        device=self._device,
-                    )
-                    for dim in (shape.key_dim, shape.value_dim)
-                )
+        key, value = (
+            torch.empty(
+                (num_blocks, shape.num_kv_heads, self._block_size, dim),
+                dtype=self._dtype,
+                device=self._device,
             )
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        try:
+            return PagedCache(key, value, self._scale, self._scale)
         except ValueError as error:
             raise NoLibraryError(str(error)) from None
 

@@ -22,6 +22,7 @@ SETTINGS = {setting_name(name) for name in Settings.model_fields}
 OTHER_NAMES = {  # variables of make, pip, docker and the shell
     *("ARGS", "CI", "GATEWAYS", "WORKERS", "TEST_PROMPTS", "TORCH", "TORCH_INDEX", "PATH"),
     *("FOLDER", "MINUTES"),
+    *("TRITON", "UPDATE_KERNEL_BUDGET"),
     *("NAME", "VALUE", "KEY", "URL", "JSON", "HOST", "SIGTERM", "SIGHUP", "BLOCK"),
 }
 

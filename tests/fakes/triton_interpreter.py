@@ -31,6 +31,12 @@ _TORCH = {
     tl.float8e4b8: torch.float8_e4m3fnuz,
     tl.float8e5b16: torch.float8_e5m2fnuz,
 }
+_IS_OLD = tuple(int(number) for number in triton.__version__.split(".")[:2]) < (3, 9)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""What this Triton's interpreter converts; those of AMD's GPUs it did not always."""
+if not _IS_OLD:
+    FLOAT8 = (*FLOAT8, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
 _COMPARISONS = {
     np.less,
     np.less_equal,

@@ -2,8 +2,9 @@
 
 Run as a process of its own: `python -m tests.unit.kernels.launches_of_a_worker ARCHITECTURE…`
 prints one JSON object, with the variants that serving launched and warming up did not, by
-architecture of the model. A variant is what the compiler would make anew: a kernel, its constants
-and options, and what it is told of its arguments. Launches are noted and do nothing.
+architecture of the model; with `--little` before them, after warming up with one small request. A
+variant is what the compiler would make anew: a kernel, its constants and options, and what it is
+told of its arguments. Launches are noted and do nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from gpu_worker import rehearsal
 from gpu_worker.attention.triton import TritonAttention
 from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import load_model
@@ -105,4 +107,8 @@ def unseen(name: str) -> list[str]:
 if __name__ == "__main__":
     heuristics.arch = lambda _device: "sm_90"
     heuristics.num_multiprocessors = lambda _device: 1  # so that blocks of rows come in two sizes
-    json.dump({name: unseen(name) for name in sys.argv[1:]}, sys.stdout, indent=1)
+    names = sys.argv[1:]
+    if names[0] == "--little":
+        names.pop(0)
+        rehearsal.all_kinds = lambda capacity: iter([rehearsal.small(capacity)])
+    json.dump({name: unseen(name) for name in names}, sys.stdout, indent=1)
