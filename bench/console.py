@@ -71,13 +71,20 @@ def mirror_ms(num_requests: int, num_blocks: int) -> dict[str, float]:
     for num in range(1, num_requests + 1):
         prompt = token_ids([num * 7 + i for i in range(PROMPT)])
         sampling = SamplingParams(max_tokens=2000, seed=1)
-        core.add_request(num, EngineCoreRequest(f"{num:032x}", prompt, sampling, "g", num), 0.0)
+        request = EngineCoreRequest(
+            req_id=f"{num:032x}",
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            gateway="g",
+            handle=num,
+        )
+        core.add_request(num, request, 0.0)
     core.schedule("w.1", 1.0)
     mirror = Mirror(cast("Bus", Nowhere()), 1)
     times = []
     for _ in range(40):
-        for request in core.requests.values():
-            request.token_ids.append(7)
+        for one in core.requests.values():
+            one.token_ids.append(7)
         started = time.perf_counter()
         asyncio.run(mirror.write(core, {"w.1": "w"}))
         times.append(1000 * (time.perf_counter() - started))
