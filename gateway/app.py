@@ -23,7 +23,7 @@ from gateway.app_keys import (
 )
 from gateway.background import Background
 from gateway.engine_client import EngineClient
-from gateway.middlewares import OpenRequests, answer_errors, echo_request_id
+from gateway.middlewares import OpenRequests, answer_errors, echo_request_id, refuse_expectations
 from gateway.output_router import OutputRouter
 from gateway.readiness import Readiness
 from gateway.sampling import seeds
@@ -67,6 +67,7 @@ def create_app(
     app[SEEDS] = seeds(settings.seed)
     app[KEEP_ALIVE_S] = keep_alive_s
     app.on_response_prepare.append(echo_request_id)
+    refuse_expectations(app)
     app.cleanup_ctx.extend(
         [
             _keys_ctx,
