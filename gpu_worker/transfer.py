@@ -84,4 +84,5 @@ class _OnItsWay:
 
     def numbers(self) -> list[int]:
         self._done.synchronize()
-        return [int(number) for number in self._target.tolist()]
+        numbers: list[int] = self._target.tolist()
+        return numbers
