@@ -154,6 +154,7 @@ class Executor:
             from gpu_worker.fused import fuse  # noqa: PLC0415 - Triton is not everywhere
 
             fuse(model)
+            tell("compiling, and measuring memory")
         capacity = self._fit(model, backend)
         self._grammars = GrammarCompiler(folder, capacity.vocab_size)
         self._runner = self._make_runner(model, backend, capacity)

@@ -38,12 +38,13 @@ def small(capacity: Capacity) -> Requests:
 def all_kinds(capacity: Capacity) -> Iterator[Requests]:
     """Requests of steps that between them launch everything a GPU has, in every variant.
 
-    Many tokens and few; one token alone; a decode among prefills, with keys in several pieces;
+    Many tokens and few; two, and one alone; a decode among prefills, with keys in several pieces;
     logits that rules have changed.
     """
     yield from largest(capacity)
     few = min(_FEW_TOKENS, _longest(capacity))
     yield small(capacity)
+    yield [_request(capacity, 1, min(2, few))]
     yield [_request(capacity, 1, 1)]
     yield [_request(capacity, 1, few, _DEMANDING)]
     far = min(SPLIT + 1, capacity.max_model_len - 1)

@@ -16,9 +16,9 @@ from torch import Tensor
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """Values as a tensor of the device; on the CPU it shares their memory."""
     tensor = torch.from_numpy(values)
-    if device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Arrival(Protocol):
@@ -84,4 +84,5 @@ class _OnItsWay:
 
     def numbers(self) -> list[int]:
         self._done.synchronize()
-        return [int(number) for number in self._target.tolist()]
+        numbers: list[int] = self._target.tolist()
+        return numbers

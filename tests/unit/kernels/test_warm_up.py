@@ -27,4 +27,6 @@ def test_serving_launches_no_variant_that_warming_up_did_not() -> None:
 
 
 def test_after_one_small_request_it_would() -> None:
-    assert any("_prefill" in variant for variant in unseen("--little", "llama")["llama"])
+    variants = " ".join(unseen("--little", "llama")["llama"])
+    assert "_prefill" in variants, "fewer tokens: smaller blocks of rows"
+    assert "_sample" in variants, "logits that a rule has changed: other numbers"
