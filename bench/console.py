@@ -1,6 +1,6 @@
 """What the console costs: bytes for a viewer, CPU of a gateway, of the mirror, and of the browser.
 
-    python -m bench.console [--requests 256] [--blocks 10000] [--seconds 10]
+    python -m bench.console [--requests 256] [--blocks 10000] [--seconds 6]
 
 Real processes, with a worker whose device computes nothing. Prints one line of JSON; gates nothing.
 The browser's part is left out where there is no chromium.
@@ -29,7 +29,9 @@ from wire.bus import Bus
 from wire.keys import Keys
 from wire.messages import EngineCoreRequest, SamplingParams, token_ids
 
-PROMPT = 480
+PROMPT = 480  # of a request in the mirror
+SHORT_PROMPT = 128  # of one that runs: it grows to about that while this measures
+STEP_MS = 60.0
 
 
 class Viewer:
@@ -127,16 +129,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seconds", type=float, default=6.0)
     options = parser.parse_args()
     result: dict[str, Any] = {"mirror_ms": mirror_ms(options.requests, options.blocks)}
     with tempfile.TemporaryDirectory() as folder:
         stack = ConsoleStack(
-            Path(folder), workers=1, blocks=options.blocks, cpu_blocks=0, step_ms=50, is_null=True
+            Path(folder),
+            workers=1,
+            blocks=options.blocks,
+            cpu_blocks=0,
+            step_ms=STEP_MS,
+            is_null=True,
         )
         try:
             for number in range(options.requests):
-                stack.begin("alice", PROMPT, 3500, seed=number + 1)
+                stack.begin("alice", SHORT_PROMPT, 3500, seed=number + 1)
             stack.until(lambda: num_running(stack) >= options.requests, "all run")
             gateway = psutil.Process(stack.pid(f"gateway-{stack.port}"))
             before = cpu_s(gateway)
