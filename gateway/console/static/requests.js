@@ -6,6 +6,7 @@ import { isRunning } from "./state.js";
 
 const FIRST_SHOWN = 100;
 const ENDED_SHOWN = 20;
+const [ENDED_IN_WINDOW, ENDED_AGE_MS] = [6, 120000]; // those that the axis reaches back for
 const WINDOWS_S = [10, 15, 20, 30, 45, 60, 90, 120, 180, 300, 600, 900];
 const [BAR_HEIGHT, FLAT] = [18, 6];
 const TALL = new Set(["prefill", "decode"]);
@@ -168,9 +169,9 @@ export class Requests {
 
   /** The axis: long enough for most, and of few lengths, so that it seldom jumps. */
   windowMs(now) {
-    const oldest = this.order.length ? this.order[0].arrival : now;
-    const latest = this.pool.ended[this.pool.ended.length - 1];
-    const needed = Math.max(now - oldest, latest && !this.order.length ? now - latest.arrival : 0) / 1000;
+    const lately = this.pool.ended.slice(-ENDED_IN_WINDOW).filter((one) => now - one.arrival < ENDED_AGE_MS);
+    const oldest = Math.min(now, this.order[0]?.arrival ?? now, ...lately.map((one) => one.arrival));
+    const needed = (now - oldest) / 1000;
     return 1000 * (WINDOWS_S.find((s) => s >= needed) ?? WINDOWS_S[WINDOWS_S.length - 1]);
   }
 
