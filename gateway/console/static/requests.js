@@ -104,6 +104,14 @@ export class Requests {
       this.drawBars();
     });
     new ResizeObserver(() => this.drawBars()).observe($("requests-scroll"));
+    this.inSight = new Set(); // rows; of the others no bar is drawn
+    this.sight = new IntersectionObserver((rows) => {
+      for (const { target, isIntersecting } of rows) {
+        if (isIntersecting) this.inSight.add(target);
+        else this.inSight.delete(target);
+      }
+      this.drawBars();
+    }, { rootMargin: "120px" });
   }
 
   update(changed) {
@@ -137,7 +145,7 @@ export class Requests {
       this.tell(line, row, now);
     }
     this.order = shown;
-    place($("live"), [...this.live.values()].map((line) => line.node));
+    this.place($("live"), this.live);
     const total = rows.length + this.pool.hidden;
     const running = rows.filter(isRunning).length;
     setText($("requests-count"), total ? `${number(running)} running · ${number(total - running)} waiting` : "");
@@ -157,8 +165,20 @@ export class Requests {
       line.tell(row, row.reason, row.ms);
       line.node.classList.add("is-over");
     }
-    place($("ended"), [...this.over.values()].map((line) => line.node));
+    this.place($("ended"), this.over);
     this.showEmpty();
+  }
+
+  /** Show these lines, and know which of them are in sight. */
+  place(parent, lines) {
+    const nodes = [...lines.values()].map((line) => line.node);
+    const before = new Set(parent.children);
+    for (const node of nodes) if (!before.delete(node)) this.sight.observe(node);
+    for (const node of before) {
+      this.sight.unobserve(node);
+      this.inSight.delete(node);
+    }
+    place(parent, nodes);
   }
 
   showEmpty() {
@@ -185,10 +205,12 @@ export class Requests {
     setText($("axis"), `last ${length < 120000 ? `${length / 1000} s` : `${length / 60000} min`}`);
     for (const row of this.order) {
       const line = this.live.get(row.id);
-      line.draw(width, row.arrival, now, now - length, now);
+      if (this.inSight.has(line.node)) line.draw(width, row.arrival, now, now - length, now);
     }
     for (const row of this.pool.ended.slice(-ENDED_SHOWN)) {
-      this.over.get(row.id)?.draw(width, row.arrival, row.arrival + row.ms, now - length, now);
+      const line = this.over.get(row.id);
+      if (!line || !this.inSight.has(line.node)) continue;
+      line.draw(width, row.arrival, row.arrival + row.ms, now - length, now);
     }
   }
 
