@@ -18,7 +18,7 @@ RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$TORCH"
 
 # Then everything else that is not ours.
 COPY pyproject.toml ./
-RUN touch README.md LICENSE && pip install '.[worker]' "$TORCH"
+RUN touch README.md LICENSE && pip install '.[worker,otel]' "$TORCH"
 
 COPY README.md LICENSE ./
 COPY pagestream pagestream

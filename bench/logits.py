@@ -60,7 +60,9 @@ def rules_us(
         seconds = time.perf_counter() - started
         chosen = mine.argmax(1).tolist()
         started = time.perf_counter()
-        processor.note(rows, chosen)
+        for rules, token in zip(processor.rules_of(rows), chosen, strict=False):
+            if rules is not None:
+                rules.note(token)
         times.append(seconds + time.perf_counter() - started)
     compiler.close()
     return statistics.median(times) * 1e6

@@ -1,12 +1,12 @@
 """Does anything grow? A pool under steady load for a long time, and its memory now and then.
 
-    python -m bench.soak [--minutes 20] [--calm]
+    python -m bench.soak [--minutes 20] [--open 24] [--step-ms 5] [--kill-s 30]
 
-Real processes and oracle workers; every answer is checked. Half a minute brings one kill, unless
-it is to be calm; then the memory of the processes is judged too, which otherwise begins anew again
-and again. Each line of output is a look at the pool. The last one says how fast each figure grew
-over the last two thirds of the time, and the exit code is 1 if that was more than 1 % an hour and
-more than the slack below.
+Real processes and oracle workers; every answer is checked. Of each role there are two: one is
+killed now and then, the other lives from the beginning to the end, so that its memory can be judged
+as well. Each line of output is a look at the pool. The last one says how fast each figure grew over
+the last two thirds of the time. The exit code is 1 if that was more than 1 % an hour and more than
+the slack below, or if the keys at the end are not those of an idle pool that has just started.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from statistics import median
 
 import psutil
 import redis.asyncio
 
 from tests.chaos.clients import Crowd, random_clients
-from tests.chaos.pool import Pool
+from tests.chaos.pool import FIXED, Pool
 from tests.fakes.redis_server import KINDS, find_binary
 
 LOOK_S = 5.0
-KILL_S = 30.0
-NUM_OPEN = 24
+FADE_S = 120.0  # streams of the dead live for a minute
 GROWTH_PER_HOUR = 0.01
 SLACK = {"keys": 100, "connections": 10, "stream_entries": 1000}
 SLACK_BYTES = 2_000_000
@@ -37,28 +37,29 @@ SLACK_BYTES = 2_000_000
 Look = dict[str, float]
 
 
-async def soak(minutes: float, *, is_calm: bool) -> bool:
-    """Whether nothing grew and every answer was right."""
+async def soak(minutes: float, num_open: int, step_ms: float, kill_s: float) -> bool:
+    """Whether nothing grew, nothing was left, and every answer was right."""
     kind = next(kind for kind in KINDS if find_binary(kind))
     pool = Pool(kind, retention_s=5)
     for _ in range(2):
         pool.add_scheduler()
         pool.add_gateway()
-        pool.add_worker("--step-ms", "5", "--num-blocks", "64", "--num-cpu-blocks", "32")
+        pool.add_worker("--step-ms", str(step_ms), "--num-blocks", "64", "--num-cpu-blocks", "32")
     crowd = Crowd(pool.gateways, random.Random(1))
     looks: list[Look] = []
     try:
         async with pool.running():
             await pool.ready()
+            await pool.until(pool.is_quiet)
+            at_first = await kinds_of_keys(pool)
             async with asyncio.TaskGroup() as group:
-                watching = watch(pool, looks, has_processes=is_calm)
-                tasks = [group.create_task(feed(crowd)), group.create_task(watching)]
-                if not is_calm:
-                    tasks.append(group.create_task(kill(pool)))
+                work = [feed(crowd, num_open), watch(pool, looks), kill(pool, kill_s)]
+                tasks = [group.create_task(one) for one in work]
                 await asyncio.sleep(60 * minutes)
                 for task in tasks:
                     task.cancel()
             await crowd.all_done()
+            left = await what_is_left(pool, at_first)
     finally:
         await pool.close()
     growths = {name: growth(name, looks) for name in looks[0] if name != "seconds"}
@@ -68,36 +69,56 @@ async def soak(minutes: float, *, is_calm: bool) -> bool:
         violations=crowd.violations,
         gained={name: round(gained) for name, (gained, _) in growths.items()},
         grown=grown,
+        kills=sum(process.num_lives - 1 for process in pool.processes),
+        left=left,
     )
-    return not grown and not crowd.violations
+    return not grown and not crowd.violations and not left
 
 
-async def feed(crowd: Crowd) -> None:
+async def feed(crowd: Crowd, num_open: int) -> None:
     clients = random_clients(random.Random(2))
     while True:
-        while len(crowd.open) < NUM_OPEN:
+        while len(crowd.open) < num_open:
             await crowd.ask(next(clients))
         crowd.forget_done()
         await asyncio.sleep(0.02)
 
 
-async def kill(pool: Pool) -> None:
+async def kill(pool: Pool, every_s: float) -> None:
     draw = random.Random(3)
+    mortal = [pool.schedulers[0], pool.gateways[0], pool.workers[0]]
     while True:
-        await asyncio.sleep(KILL_S)
-        draw.choice(pool.processes).kill()
+        await asyncio.sleep(every_s)
+        draw.choice(mortal).kill()
 
 
-async def watch(pool: Pool, looks: list[Look], *, has_processes: bool) -> None:
+async def kinds_of_keys(pool: Pool) -> Counter[str]:
+    """How many keys there are of each kind, but for those that every pool has for ever."""
+    prefix = pool.bus.keys.named("")
+    names = [key.removeprefix(prefix) for key, _ in await pool.keys()]
+    return Counter(name.split(":")[0] for name in names if name not in FIXED)
+
+
+async def what_is_left(pool: Pool, at_first: Counter[str]) -> Counter[str]:
+    """Keys more than at first, once there was time for them to go."""
+    deadline = time.monotonic() + FADE_S
+    while True:
+        left = await kinds_of_keys(pool) - at_first
+        if not left or time.monotonic() > deadline:
+            return left
+        await asyncio.sleep(1.0)
+
+
+async def watch(pool: Pool, looks: list[Look]) -> None:
     started = time.monotonic()
     while True:
         await asyncio.sleep(LOOK_S)
-        seen = await look(pool, has_processes=has_processes)
+        seen = await look(pool)
         looks.append({"seconds": round(time.monotonic() - started), **seen})
         say(**looks[-1])
 
 
-async def look(pool: Pool, *, has_processes: bool) -> Look:
+async def look(pool: Pool) -> Look:
     """The figures that must not grow."""
     seen: Look = {}
     async with redis.asyncio.Redis.from_url(pool.redis.url, decode_responses=True) as client:
@@ -108,9 +129,9 @@ async def look(pool: Pool, *, has_processes: bool) -> Look:
         seen["connections"] = info["connected_clients"]
         seen["keys"] = len(keys)
         seen["stream_entries"] = sum([await client.xlen(key) for key in streams])
-    for process in pool.processes if has_processes else ():
-        if process.pid is not None:
-            seen[f"{process.name}_bytes"] = psutil.Process(process.pid).memory_info().rss
+    for process in (pool.schedulers[1], pool.gateways[1], pool.workers[1]):
+        assert process.pid is not None
+        seen[f"{process.name}_bytes"] = psutil.Process(process.pid).memory_info().rss
     return seen
 
 
@@ -139,9 +160,12 @@ def say(**figures: object) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--calm", action="store_true", help="kill nothing")
+    parser.add_argument("--open", type=int, default=24, help="clients at a time")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="of the oracle's device")
+    parser.add_argument("--kill-s", type=float, default=30.0, help="time between two kills")
     options = parser.parse_args()
-    return 0 if asyncio.run(soak(options.minutes, is_calm=options.calm)) else 1
+    is_flat = asyncio.run(soak(options.minutes, options.open, options.step_ms, options.kill_s))
+    return 0 if is_flat else 1
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ log = structlog.get_logger()
 Role = Literal["user", "admin"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-OPEN = frozenset({"/health", "/ready"})
-"""What load balancers ask. It says nothing of anybody's requests."""
+OPEN = frozenset({"/health", "/ready", "/console", "/console/assets/{name}"})
+"""What load balancers ask, and the page that asks for a key: nothing of anybody's requests."""
 
 ADMINS_ONLY = ("/admin/", "/metrics")
 """Beginnings of the paths that need an admin key: they concern all tenants."""
@@ -81,13 +81,14 @@ class Access:
         path = "" if resource is None else resource.canonical
         needed = None if path == METRICS and self._path is None else role_for(path)
         if needed is not None:
-            caller = self._caller(request)
+            caller = self.caller(request)
             if needed == "admin" and not caller.is_admin:
                 raise ApiError(403, "this needs an admin key", code="forbidden")
             request[CALLER] = caller
         return await handler(request)
 
-    def _caller(self, request: web.Request) -> Caller:
+    def caller(self, request: web.Request) -> Caller:
+        """Say who asks. Raises ApiError (401, 403)."""
         if self._path is None:
             return _local_caller(request, self._host)
         key = self._keys.find(_presented_key(request))

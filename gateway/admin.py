@@ -14,6 +14,7 @@ from aiohttp import web
 from pydantic_core import from_json
 
 from gateway.app_keys import BUS, OPEN_REQUESTS, READINESS
+from gateway.body_reader import raw_body
 from gateway.errors import invalid, unavailable
 from gateway.patience import patiently
 from wire.bus import Bus
@@ -32,7 +33,7 @@ async def show_config(request: web.Request) -> web.Response:
 
 async def change_config(request: web.Request) -> web.Response:
     """`PATCH /admin/config`: change some settings of the scheduler, all of them or none."""
-    asked = _asked(await request.read())
+    asked = _asked(await raw_body(request))
     change = ConfigChange(secrets.token_hex(8), list(asked), list(asked.values()))
     return _answer(await _ask(request.app[BUS], change))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -15,23 +16,36 @@ from gateway.app_keys import (
     BACKGROUND,
     BUS,
     ENGINE,
+    FIGURES,
     KEEP_ALIVE_S,
     OPEN_REQUESTS,
     READINESS,
     SEEDS,
     SETTINGS,
+    TRACING,
 )
 from gateway.background import Background
+from gateway.console import assets, routes
+from gateway.console.feed import Feed
 from gateway.engine_client import EngineClient
-from gateway.middlewares import OpenRequests, answer_errors, echo_request_id, refuse_expectations
+from gateway.metrics import GatewayFigures
+from gateway.middlewares import (
+    OpenRequests,
+    answer_errors,
+    counting,
+    echo_request_id,
+    refuse_expectations,
+)
 from gateway.output_router import OutputRouter
 from gateway.readiness import Readiness
+from gateway.request_traces import tracing_requests
 from gateway.sampling import seeds
 from gateway.service_rate import ServiceRate
 from gateway.watched_files import WatchedFiles
 from wire.bus import Bus, BusError
 from wire.config import Settings, new_incarnation, process_id
 from wire.service import heartbeat
+from wire.traces import Tracing
 
 SECONDS_TO_COMMENT = 5.0  # a stream that has nothing to say shows that it lives
 
@@ -45,6 +59,7 @@ def create_app(
     *,
     keep_alive_s: float = SECONDS_TO_COMMENT,
     access: Access | None = None,
+    tracing: Tracing | None = None,
 ) -> web.Application:
     """Make the app; run it with `handler_cancellation`, and watch its BACKGROUND for a failure."""
     gateway_id = gateway_id or process_id("gateway")
@@ -52,11 +67,12 @@ def create_app(
     router = OutputRouter(bus, f"{gateway_id}.{incarnation}")
     rate = ServiceRate()
     open_requests = OpenRequests()
+    figures = GatewayFigures(settings)
     access = access or Access(settings)
-    app = web.Application(
-        middlewares=[open_requests.count, answer_errors, access.admit],
-        client_max_size=settings.max_body_bytes,
-    )
+    middlewares = [open_requests.count, counting(figures), answer_errors, access.admit]
+    if tracing is not None:
+        middlewares.insert(2, tracing_requests(tracing))
+    app = web.Application(middlewares=middlewares, client_max_size=settings.max_body_bytes)
     app[SETTINGS] = settings
     app[ACCESS] = access
     app[BUS] = bus
@@ -64,9 +80,15 @@ def create_app(
     app[READINESS] = Readiness(settings, bus)
     app[BACKGROUND] = Background()
     app[OPEN_REQUESTS] = open_requests
+    app[FIGURES] = figures
     app[SEEDS] = seeds(settings.seed)
     app[KEEP_ALIVE_S] = keep_alive_s
+    app[assets.ASSETS] = assets.read_assets()
+    app[routes.GATEWAY_ID] = gateway_id
+    app[routes.FEED] = Feed(bus, lambda: app[READINESS].state)
+    app[TRACING] = tracing
     app.on_response_prepare.append(echo_request_id)
+    app.on_shutdown.append(_end_streams)
     refuse_expectations(app)
     app.cleanup_ctx.extend(
         [
@@ -75,6 +97,7 @@ def create_app(
             _engine_ctx(router),
             _model_ctx,
             _watch_ctx(rate),
+            _console_ctx,
         ]
     )
     app.add_routes(
@@ -95,6 +118,9 @@ def create_app(
             web.get("/metrics", status.metrics),
             web.get("/version", status.version),
             web.get("/openapi.json", openapi.show),
+            web.get("/console", assets.page),
+            web.get("/console/assets/{name}", assets.asset),
+            web.get("/console/feed", routes.stream, allow_head=False),
             web.get("/admin/config", admin.show_config),
             web.patch("/admin/config", admin.change_config),
             web.post("/admin/drain", admin.drain),
@@ -119,8 +145,11 @@ def _heart_ctx(gateway_id: str, incarnation: str) -> Context:
         settings, readiness, bus = app[SETTINGS], app[READINESS], app[BUS]
 
         def fields() -> dict[str, Any]:
-            model_hash = "" if readiness.model is None else readiness.model.model_hash
-            return {"state": readiness.state, "port": settings.port, "model_hash": model_hash}
+            model = readiness.model
+            waits = {} if model is None else model.metrics.latencies.fields(time.monotonic())
+            model_hash = "" if model is None else model.model_hash
+            said = {"state": readiness.state, "port": settings.port, "model_hash": model_hash}
+            return {**said, **waits}
 
         heart = heartbeat(
             bus, "gateway", gateway_id, incarnation, fields, settings.worker_timeout_s
@@ -152,7 +181,7 @@ async def _model_ctx(app: web.Application) -> AsyncIterator[None]:
         yield
     if readiness.model is not None:
         readiness.model.tokenizer.close()
-        readiness.model.grammars.close()
+        await readiness.model.grammars.close()
 
 
 def _watch_ctx(rate: ServiceRate) -> Context:
@@ -167,3 +196,14 @@ def _watch_ctx(rate: ServiceRate) -> Context:
             yield
 
     return context
+
+
+async def _console_ctx(app: web.Application) -> AsyncIterator[None]:
+    """Look at the pool for those who watch, and take the points of its charts."""
+    feed, background = app[routes.FEED], app[BACKGROUND]
+    async with background.running(feed.run()), background.running(feed.history.run(app[BUS])):
+        yield
+
+
+async def _end_streams(app: web.Application) -> None:
+    await app[routes.FEED].close()

@@ -38,6 +38,7 @@ from wire.quota import Quota, QuotaError
 
 log = structlog.get_logger()
 
+FULL_S = 0.05  # how long a queue that was full counts as full, unless something ends here
 FAREWELL_S = 2.0  # how long `close` tries to get the last farewells out
 
 
@@ -52,6 +53,7 @@ class GenerationRequest:
     cache_salt: str | None = None
     tenant: str = "default"
     terms: Terms = PLAIN  # of the tenant
+    traceparent: str | None = None  # what is done for it is traced below this span
 
 
 class EngineClient:
@@ -66,6 +68,13 @@ class EngineClient:
         self._rate = rate
         self._recovery = Recovery(bus, router, self._part)
         self._farewells: asyncio.Queue[AbortRequest | ResumeRequest] = asyncio.Queue()
+        self._full_until = 0.0
+        self._num_waiting = 0  # when it was full
+
+    def check_room(self) -> None:
+        """Raise ApiError if the queue was full a moment ago: whoever comes now need not be read."""
+        if time.monotonic() < self._full_until:
+            raise self._too_busy(self._num_waiting)
 
     async def generate(
         self,
@@ -98,6 +107,7 @@ class EngineClient:
             raise
         except _NotQueuedError as error:
             _close(sequences)
+            error.answer.is_refusal = True
             raise error.answer from None
         except ApiError:
             is_over = is_queued or record.claim is None  # else it may be found by its key
@@ -175,6 +185,7 @@ class EngineClient:
             tenant=request.tenant,
             weight=request.terms.weight,
             resumable=record.is_resumable,
+            traceparent=request.traceparent,
         )
 
     async def _submit(
@@ -195,8 +206,10 @@ class EngineClient:
         except ClaimedError:
             raise
         except QueueFullError as error:
-            seconds = self._rate.seconds_for(error.num_waiting)
-            raise _NotQueuedError(too_busy(f"the queue is full: {error}", seconds)) from None
+            if error.num_waiting >= limit:  # else there is room for fewer than these
+                self._full_until = time.monotonic() + FULL_S
+                self._num_waiting = error.num_waiting
+            raise _NotQueuedError(self._too_busy(error.num_waiting)) from None
         except QuotaError as error:
             raise _NotQueuedError(over_quota(error.what, error.wait_s)) from None
         except BusFullError:
@@ -207,7 +220,11 @@ class EngineClient:
             log.error("submit_refused", error=str(error))
             raise _NotQueuedError(internal()) from None
         for one in followed:
-            one.asked_at = time.monotonic()
+            one.queued_at = one.asked_at = time.monotonic()
+
+    def _too_busy(self, num_waiting: int) -> ApiError:
+        message = f"the queue is full: {num_waiting} requests wait already"
+        return too_busy(message, self._rate.seconds_for(num_waiting))
 
     # ------------------------------------------------------------ being there
 
@@ -234,6 +251,7 @@ class EngineClient:
             req_id, length = sequence.followed.req_id, sequence.num_output_tokens
             self._farewells.put_nowait(AbortRequest(req_id, "stop", length))
         if not sequence.has_more:
+            self._full_until = 0.0
             self._rate.note_end(sequence.num_output_tokens)
 
     # ------------------------------------------------------------ leaving
@@ -245,6 +263,7 @@ class EngineClient:
         for sequence in sequences:
             one = sequence.followed
             if self._router.leave(one, collector) and sequence.is_open:
+                self._full_until = 0.0
                 if is_over:
                     self._farewells.put_nowait(AbortRequest(one.req_id))
                 else:

@@ -38,6 +38,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.is_refusal = False  # the queue did not take it: nothing was begun
 
     @property
     def body(self) -> dict[str, Any]:

@@ -1,29 +1,19 @@
 """Structured output at the edge: what a request asks for becomes a grammar, and a bad one a 400.
 
-A grammar is compiled here, off the event loop and within limits, just as the worker will do it. So
-whoever gets a stream has a grammar that works.
+Whether one can be compiled, and at what cost, is `gateway.grammar_checker`'s to say.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
-from collections import OrderedDict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from gateway.errors import invalid, too_busy
+from gateway.errors import invalid
 from gateway.openai import GenerationBody, StructuredOutputs
 from gateway.openai.structured import MAX_GRAMMAR_LENGTH, MAX_SCHEMA_DEPTH
 from wire import grammars
-from wire.grammars import GrammarError, GrammarTokenizer
-
-MAX_JOBS = 64  # grammars that are checked or wait for it
-NUM_KNOWN = 256  # good grammars that are remembered
+from wire.grammars import GrammarError
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,45 +88,3 @@ def _depth(value: Any) -> int:
 
 def _bad(error: GrammarError, param: str) -> Exception:
     return invalid(f"{param}: {error}", param, code="invalid_grammar")
-
-
-class GrammarChecker:
-    """Tells good grammars from bad ones, on a thread of its own; remembers the good ones."""
-
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        self._tokenizer_args = folder, vocab_size, eos_token_ids
-        self._tokenizer: GrammarTokenizer | None = None  # read with the first grammar
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
-        self._num_jobs = 0
-        self._known: OrderedDict[bytes, None] = OrderedDict()  # digests
-
-    async def check(self, asked: AskedGrammar) -> None:
-        """Raises ApiError if this is no grammar of something, or one that costs too much."""
-        grammar = asked.text
-        if len(grammar) > 2 * MAX_GRAMMAR_LENGTH:
-            raise invalid(f"{asked.param}: {len(grammar)} characters are too many", asked.param)
-        digest = hashlib.sha256(grammar.encode()).digest()
-        if digest in self._known:
-            self._known.move_to_end(digest)
-            return
-        if self._num_jobs >= MAX_JOBS:
-            raise too_busy("too many grammars wait to be checked")
-        self._num_jobs += 1
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
-        except GrammarError as error:
-            raise _bad(error, asked.param) from None
-        finally:
-            self._num_jobs -= 1
-        self._known[digest] = None
-        if len(self._known) > NUM_KNOWN:
-            self._known.popitem(last=False)
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _compile(self, grammar: str) -> None:
-        if self._tokenizer is None:
-            self._tokenizer = GrammarTokenizer(*self._tokenizer_args)
-        self._tokenizer.compile(grammar)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, TypeGuard
 
@@ -17,7 +17,7 @@ from aiohttp import web
 
 from gateway import resume
 from gateway.answers import answer_for
-from gateway.app_keys import ENGINE, KEEP_ALIVE_S, SETTINGS
+from gateway.app_keys import ENGINE, KEEP_ALIVE_S, SETTINGS, TRACING
 from gateway.body_reader import read_body
 from gateway.chat_plan import plan_chat, with_reasoning
 from gateway.delivery import stream, whole
@@ -25,7 +25,7 @@ from gateway.detokenizer import TextOptions, text_of
 from gateway.engine_client import GenerationRequest
 from gateway.errors import ApiError, invalid, unavailable
 from gateway.grammars import grammar_of
-from gateway.metrics import RequestTimes
+from gateway.middlewares import ARRIVAL
 from gateway.openai import (
     ChatBody,
     CompletionBody,
@@ -36,6 +36,8 @@ from gateway.openai import (
 from gateway.positions import Numbering
 from gateway.readiness import ServedModel
 from gateway.rendering import Rendering, reading_of
+from gateway.request_times import RequestTimes
+from gateway.request_traces import SPAN, RequestTraces
 from gateway.sampling import check_request, truncated
 from gateway.sequences import SequenceOutput
 from gateway.submission import Prompts, generation_requests
@@ -218,7 +220,7 @@ async def _respond(request: web.Request, job: _Job) -> web.StreamResponse:
         has_opening=answer.has_opening,
     )
     try:
-        async with aclosing(_outputs(request.app, job, record)) as batches:
+        async with aclosing(_outputs(request, job, record)) as batches:
             if job.body.stream:
                 return await stream(request, answer, batches, numbering)
             return await whole(answer, batches)
@@ -231,28 +233,39 @@ async def _respond(request: web.Request, job: _Job) -> web.StreamResponse:
 
 
 async def _outputs(
-    app: web.Application, job: _Job, record: AnswerRecord
+    request: web.Request, job: _Job, record: AnswerRecord
 ) -> AsyncGenerator[list[SequenceOutput], None]:
     """Generate, and measure what comes. An echo alone needs no engine."""
+    app, arrival = request.app, request[ARRIVAL]
     sizes = [(len(r.prompt_token_ids), r.sampling.max_tokens) for r in job.requests]
-    with RequestTimes(job.model.metrics, sizes, n=job.body.n) as times:
+    with RequestTimes(job.model.metrics, sizes, n=job.body.n, arrival=arrival) as times:
         if not _needs_engine(job.body):
             for index in range(len(sizes)):
-                times.ended(index, "length", 0)
+                times.ended(index, "length")
             yield [SequenceOutput(i, "", [], 0, finish_reason="length") for i in range(len(sizes))]
             return
         reading = reading_of(job.rendering, job.model.tokenizer.vocabulary, app[KEEP_ALIVE_S])
-        generation = app[ENGINE].generate(job.requests, record, reading, job.visit.lapsed_claim)
-        async with aclosing(generation) as batches:
-            async for outputs in batches:
-                for output in outputs:
-                    if output.started is not None:
-                        times.started(output.started.queue_ms)
-                    times.tokens(output.index, len(output.token_ids))
-                    if output.finish_reason is not None:
-                        times.ended(output.index, output.finish_reason, output.num_preemptions)
-                is_echo = job.body.asked_tokens == 0
-                yield [_without_output(one) for one in outputs] if is_echo else outputs
+        with _traces(request, job, record) as traces:
+            requests = job.requests if traces is None else traces.traced(job.requests)
+            generation = app[ENGINE].generate(requests, record, reading, job.visit.lapsed_claim)
+            async with aclosing(generation) as batches:
+                async for outputs in batches:
+                    for output in outputs:
+                        times.note(output)
+                        if traces is not None:
+                            traces.note(output)
+                    is_echo = job.body.asked_tokens == 0
+                    yield [_without_output(one) for one in outputs] if is_echo else outputs
+
+
+def _traces(
+    request: web.Request, job: _Job, record: AnswerRecord
+) -> AbstractContextManager[RequestTraces | None]:
+    """Trace the sequences of a request that is traced."""
+    tracing, span = request.app[TRACING], request.get(SPAN)
+    if tracing is None or span is None:
+        return nullcontext()
+    return RequestTraces(tracing, span, record.req_ids, job.requests)
 
 
 def _needs_engine(body: GenerationBody) -> bool:
@@ -270,5 +283,6 @@ def _without_output(output: SequenceOutput) -> SequenceOutput:
         started=output.started,
         finish_reason=output.finish_reason and "length",
         num_preemptions=output.num_preemptions,
+        preempted_ms=output.preempted_ms,
         prompt_logprobs=output.prompt_logprobs,
     )

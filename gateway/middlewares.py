@@ -8,23 +8,34 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import structlog
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 
 from gateway.errors import ApiError, internal, invalid, strict_json
+from gateway.metrics import GatewayFigures
 
 log = structlog.get_logger()
 
 REQUEST_ID_HEADER = "X-Request-Id"
 
+_METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _EXPECTED = "100-continue"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ARRIVAL = web.RequestKey("arrival", float)
+"""When a request came, in monotonic seconds."""
+
 _ID_KEY = web.RequestKey("request_id", str)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+UNCOUNTED = frozenset({"/console/feed"})
+"""What has no end of its own, and nobody waits for."""
 
 
 class OpenRequests:
@@ -38,6 +49,9 @@ class OpenRequests:
     @web.middleware
     async def count(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Middleware: count a request until its response is complete."""
+        request[ARRIVAL] = time.monotonic()
+        if request.path in UNCOUNTED:
+            return await handler(request)
         self.num_open += 1
         self._idle.clear()
         try:
@@ -72,6 +86,25 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
     except Exception:
         log.exception("request_failed", path=request.path, request_id=request.get(_ID_KEY))
         return _response(internal())
+
+
+def counting(figures: GatewayFigures) -> Middleware:
+    """Make the middleware that counts responses; one that no client waited for has status 499."""
+
+    @web.middleware
+    async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
+        status = 499
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            resource = request.match_info.route.resource
+            path = "other" if resource is None else resource.canonical
+            method = request.method if request.method in _METHODS else "other"
+            figures.count_response(method, path, status)
+
+    return count
 
 
 def refuse_expectations(app: web.Application) -> None:

@@ -86,6 +86,7 @@ class Followed:
     logprobs: dict[int, bytes] = field(default_factory=dict)  # records from an output token on
     started: StartedRequest | None = None
     handle: int = NO_HANDLE
+    queued_at: float = 0.0  # when it was first queued, monotonic seconds
     asked_at: float = math.inf  # when the scheduler was last asked for it
     was_denied: bool = False  # the scheduler does not know it
     num_resubmissions: int = 0  # without a token since

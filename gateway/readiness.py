@@ -7,6 +7,7 @@ every heartbeat, so that whoever asks gets an answer at once.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import NoReturn
 import structlog
 
 from gateway.errors import RETRY_LATER_S, unavailable
-from gateway.grammars import GrammarChecker
+from gateway.grammar_checker import GrammarChecker
 from gateway.metrics import Metrics
 from gateway.model_facts import ModelFacts, ModelFolderError, read_facts
 from gateway.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ class Readiness:
             self.model = await asyncio.to_thread(_load, folder, self._settings)
         except (ModelFolderError, OSError) as error:
             raise SettingsError(f"MODEL={self._settings.model}: {error}") from error
+        gc.freeze()  # as at the start: it came with thousands of modules
         log.info(
             "model_loaded",
             model=self.model.name,

@@ -127,6 +127,7 @@ def _end_of(known: Mapping[str, str]) -> FinishedRequest:
         error=known.get("error"),
         error_code=cast("ErrorCode | None", known.get("error_code")),
         num_preemptions=int(known.get("num_preemptions", 0)),
+        preempted_ms=int(known.get("preempted_ms", 0)),
     )
 
 

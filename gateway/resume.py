@@ -24,6 +24,7 @@ from gateway.patience import patiently
 from gateway.positions import HEADER as LAST_EVENT_ID
 from gateway.positions import Numbering, position_from
 from gateway.rendering import Rendering, reading_of, rendering_from
+from gateway.request_traces import SPAN
 from gateway.tenants import tenant_of
 from wire.answer_record import AnswerRecord, Claim
 
@@ -107,6 +108,8 @@ async def give_the_rest(
 ) -> web.StreamResponse:
     """Answer with what the client lacks, as it comes."""
     app, record, rendering = request.app, known.record, known.rendering
+    if (span := request.get(SPAN)) is not None:
+        span.attributes["pagestream.request_ids"] = list(record.req_ids)
     model = app[READINESS].served_model()
     answer = answer_for(record.req_id, rendering, model.tokenizer.vocabulary)
     have = None

@@ -40,6 +40,8 @@ class SequenceOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or the stop token id
     num_preemptions: int = 0
+    preempted_ms: int = 0  # that it waited after preemptions, in all
+    queued_at: float = 0.0  # monotonic seconds; said with `started`
     logprobs: Sequence[LogprobRecord] = ()  # of `token_ids`, if they are wanted
     prompt_logprobs: Sequence[LogprobRecord] | None = None  # with the first output, if wanted
 
@@ -108,13 +110,21 @@ class ReadSequence:
             finish_reason="stop" if rest.stop is not None else finished.finish_reason,
             stop_reason=finished.stop_token_id if rest.stop is None else rest.stop,
             num_preemptions=finished.num_preemptions,
+            preempted_ms=finished.preempted_ms,
         )
 
     def _output(self, text: str, tokens: Sequence[int]) -> SequenceOutput:
         started, self._started = self._started, None
         is_first, begin = self.num_output_tokens == 0, self.num_output_tokens
         self.num_output_tokens += len(tokens)
-        output = SequenceOutput(self.index, text, tokens, self.num_output_tokens, started)
+        output = SequenceOutput(
+            self.index,
+            text,
+            tokens,
+            self.num_output_tokens,
+            started,
+            queued_at=self.followed.queued_at,
+        )
         reading = self._reading
         if reading.num_logprobs is None and reading.num_prompt_logprobs is None:
             return output

@@ -26,6 +26,7 @@ from gateway.watched_files import WatchedFiles
 from wire.bus import Bus, BusError
 from wire.config import Settings, SettingsError, process_id
 from wire.service import HEARTBEAT_S, connect
+from wire.traces import open_tracing
 
 log = structlog.get_logger()
 
@@ -44,11 +45,16 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     _allow_many_connections()
     logging.getLogger("aiohttp.server").addFilter(_is_no_clients_fault)
     access, tls = Access(settings), server_tls(settings)
-    bus = await connect(settings, stopping)
     gateway_id = process_id("gateway")
-    app = create_app(settings, bus, gateway_id, access=access)
+    tracing = open_tracing(settings, "gateway", gateway_id)
+    bus = await connect(settings, stopping)
+    app = create_app(settings, bus, gateway_id, access=access, tracing=tracing)
     runner = web.AppRunner(
-        app, access_log=None, handler_cancellation=True, shutdown_timeout=LAST_WORDS_S
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=LAST_WORDS_S,
+        keepalive_timeout=settings.client_timeout_s,  # counts until a request's headers are whole
     )
     try:
         await runner.setup()
@@ -62,6 +68,8 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     finally:
         await runner.cleanup()
         await bus.close()
+        if tracing is not None:
+            await tracing.close()
 
 
 def _allow_many_connections() -> None:

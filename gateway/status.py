@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -9,8 +10,9 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from gateway.app_keys import BUS, READINESS, SETTINGS
+from gateway.app_keys import BUS, FIGURES, READINESS, SETTINGS
 from gateway.errors import model_not_found, unavailable
+from gateway.pool_figures import look
 from gateway.readiness import Readiness
 from wire.bus import BusError
 from wire.config import Settings
@@ -48,15 +50,13 @@ async def ready(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """`GET /metrics`, for Prometheus; empty until the model is known."""
-    model = request.app[READINESS].model
-    body = b""
-    if model is not None:
-        try:
-            await model.metrics.pool.refresh(request.app[BUS].stats)
-        except BusError as error:
-            log.warning("stats_unread", error=str(error))
-        body = model.metrics.render()
+    """`GET /metrics`, for Prometheus; figures of requests are there once the model is known."""
+    figures, model = request.app[FIGURES], request.app[READINESS].model
+    try:
+        await figures.pool.refresh(partial(look, request.app[BUS]))
+    except BusError as error:
+        log.warning("stats_unread", error=str(error))
+    body = figures.render() + (b"" if model is None else model.metrics.render())
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -7,7 +7,9 @@ model is `prepare`'s business.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +20,12 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.cpu import CpuAttention, Step
 from gpu_worker.native import library, memory
 from gpu_worker.native.packing import COLS, LinearStruct, PackedLinear
+
+# A step of so few tokens waits for the memory alone, and a few threads keep that busy. The others'
+# cores are left to whoever needs them, so long as the step takes no longer than this times as long.
+_FEW_TOKENS = 4
+_SLOWER = 1.2
+_TRIALS_S = 0.3  # for finding that out
 
 PHASES = ("matrix products", "attention", "rotary and cache write", "norms and rest")
 
@@ -90,7 +98,7 @@ class _Work(ctypes.Structure):
         *((name, _address) for name in ("logits", "x", "arena")),
         *((name, _int64) for name in ("max_tokens", "first_layer", "last_layer")),
         ("seconds", _address),
-        *((name, _int64) for name in ("has_tiles", "is_invariant")),
+        *((name, _int64) for name in ("has_tiles", "is_invariant", "num_threads")),
     )
 
 
@@ -112,13 +120,14 @@ class NativeDecoder:
         self._weights = weights
         self._library = library.load(
             "decoder",
-            weights.head_dim,
-            weights.head_dim,
             cache_dir,
+            DK=weights.head_dim,
+            DV=weights.head_dim,
             MODEL_TYPE=_C_TYPES[weights.embedding.dtype],
             WEIGHT_TYPE=_C_TYPES[weights.kind],
         )
         self._library.arena_size.restype = _int64
+        self._most_threads = self._few_threads = int(self._library.most_threads())
         self._layers = (_Layer * len(weights.layers))(*map(_layer_struct, weights.layers))
         self._decoder = _decoder_struct(weights, self._layers)
         self._bound_to: int | None = None  # address of the cache that the layers point to
@@ -135,6 +144,28 @@ class NativeDecoder:
         self._arena = memory.empty([size + 64], torch.uint8)  # fresh pages are zeros
         self._work.x = self._x.data_ptr()
         self._work.arena = -(-self._arena.data_ptr() // 64) * 64
+
+    def choose_threads(self, backend: AttentionBackend) -> None:
+        """Find by trying how few threads are enough for a step of few tokens.
+
+        The cache gets a token at position 0.
+        """
+        nothing = torch.zeros(1, dtype=torch.int64)
+        counts = [n for n in (1, 2, 4, 8, 16, 32) if n < self._most_threads]
+        counts.append(self._most_threads)
+        fastest = dict.fromkeys(counts, math.inf)
+        deadline = time.perf_counter() + _TRIALS_S
+        while len(counts) > 1 and time.perf_counter() < deadline:
+            for self._few_threads in counts:  # by turns: what disturbs one disturbs all
+                started = time.perf_counter()
+                self.forward(nothing, nothing, nothing, backend)
+                seconds = time.perf_counter() - started
+                fastest[self._few_threads] = min(fastest[self._few_threads], seconds)
+        self._few_threads = fewest(fastest)
+
+    def use_threads(self, *, few: int, most: int) -> None:
+        """Run small steps with so many threads, and all others with so many."""
+        self._few_threads, self._most_threads = few, most
 
     def use_vectors(self) -> None:
         """Leave the tiles alone, as where the processor has none."""
@@ -192,6 +223,8 @@ class NativeDecoder:
         self._bind(backend)
         work = self._work
         work.positions, work.first_layer, work.last_layer = positions.data_ptr(), first, last
+        is_small = len(positions) <= _FEW_TOKENS
+        work.num_threads = self._few_threads if is_small else self._most_threads
         step = backend.step(self._weights.num_heads, self._weights.num_kv_heads)
         self._library.forward(*map(ctypes.byref, (self._decoder, step, work)))
 
@@ -204,6 +237,12 @@ class NativeDecoder:
             keys, values = backend.cache(i)
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
         self._bound_to = address
+
+
+def fewest(seconds: Mapping[int, float]) -> int:
+    """The smallest number of threads that takes hardly longer than the fastest does."""
+    enough = _SLOWER * min(seconds.values())
+    return min(n for n, needed in seconds.items() if needed <= enough)
 
 
 def _layer_struct(layer: DecoderLayer) -> _Layer:

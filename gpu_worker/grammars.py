@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from wire.grammars import GrammarError, GrammarTokenizer, reason_of
 from wire.messages import SamplingParams
 
-NUM_KEPT = 64  # compiled grammars
+NUM_KEPT = 32  # compiled grammars; the largest take a hundred megabytes
 
 
 class GrammarCompiler:

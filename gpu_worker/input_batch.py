@@ -9,7 +9,7 @@ A step that changes nothing costs a few operations on columns, whatever the numb
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from gpu_worker.block_table import BlockTable, IntArray, ProtocolError
 from gpu_worker.grammars import GrammarCompiler
-from gpu_worker.logits_processor import LogitsProcessor
+from gpu_worker.logits_processor import LogitsProcessor, RowRules
+from gpu_worker.transfer import to_device
 from wire.messages import (
     CachedRequestData,
     HeldRequest,
@@ -96,6 +97,28 @@ def _rows_of(work: Work, start: int, end: int) -> Work:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Whose the N tokens are that a step samples, for when the host learns them.
+
+    It stays true whatever happens to the rows meanwhile: another request may have them by then.
+    """
+
+    reqs: list[int]
+    outputs: list[list[int]]  # of each, what was sampled since it arrived
+    rules: list[RowRules | None]  # empty if there are none
+    errors: dict[int, RequestError]  # by place among the N: what was known when the step began
+
+    def record(self, token_ids: Sequence[int]) -> None:
+        """Take the tokens (N,), after those of all steps before this one."""
+        for output, token in zip(self.outputs, token_ids, strict=True):
+            output.append(token)
+        if self.rules:
+            for rules, token in zip(self.rules, token_ids, strict=True):
+                if rules is not None:
+                    rules.note(token)
+
+
 class SamplingColumns:
     """How each row samples; filled when a request arrives."""
 
@@ -160,11 +183,21 @@ class RequestStates:
         for error in errors:
             self._sick.setdefault(error.req, error)
 
-    def errors(self, rows: IntArray) -> list[RequestError]:
-        """What is wrong with the requests in these rows."""
-        if not self._sick:
-            return []
-        return [self._sick[self.reqs[row]] for row in rows if self.reqs[row] in self._sick]
+    def errors(self, receipt: Receipt, fresh: Mapping[int, RequestError]) -> list[RequestError]:
+        """What is wrong with the requests of a step; `fresh`, by place, is what it has shown."""
+        here = [place for place in fresh if self._is_here(receipt, place)]
+        self.distrust(fresh[place] for place in here)
+        found = {**fresh, **receipt.errors}
+        if self._sick:
+            for place, req in enumerate(receipt.reqs):
+                if req in self._sick and self._is_here(receipt, place):
+                    found[place] = self._sick[req]
+        return [found[place] for place in sorted(found)]
+
+    def _is_here(self, receipt: Receipt, place: int) -> bool:
+        """Whether a request is still the one that it was, and has not left and come back."""
+        row = self._row_of.get(receipt.reqs[place])
+        return row is not None and self._sampled[row] is receipt.outputs[place]
 
     def held(self) -> list[HeldRequest]:
         """Everything that is here and can be trusted, in the words of the protocol."""
@@ -199,23 +232,32 @@ class RequestStates:
             query_lens.append(new.num_scheduled_tokens)
         return self._work(rows, query_lens, errors)
 
-    def advance(self, work: Work, sampled: Tensor, token_ids: Sequence[int]) -> None:
-        """A step has run; `sampled` (N,) are the tokens of the rows that sample, in order.
+    def advance(self, work: Work, sampled: Tensor) -> Receipt:
+        """A step has begun; `sampled` (N,) will be the tokens of the rows that sample, in order.
 
-        `token_ids` are the same, on the host.
+        They may still be on their way to the host: the receipt takes them when they are there.
         """
         self.num_computed[work.rows] = work.seq_lens
         sampling = work.rows[work.samples]
-        self.logits_processor.note(sampling, token_ids)
-        for row, token in zip(sampling.tolist(), token_ids, strict=True):
-            self._sampled[row].append(token)
         self.num_known[sampling] += 1
-        self.last_token[torch.from_numpy(sampling).to(sampled.device)] = sampled
+        self.last_token[to_device(sampling, sampled.device)] = sampled
         joining = sampling[work.num_decodes :]
         end = self._num_decodes + len(joining)
         self._decode_batch[self._num_decodes : end] = joining
         self._place[joining] = np.arange(self._num_decodes, end)
         self._num_decodes = end
+        return self._receipt(sampling)
+
+    def _receipt(self, sampling: IntArray) -> Receipt:
+        rows = sampling.tolist()
+        reqs = [self.reqs[row] for row in rows]
+        sick = self._sick
+        return Receipt(
+            reqs=reqs,
+            outputs=[self._sampled[row] for row in rows],
+            rules=self.logits_processor.rules_of(sampling),
+            errors={i: sick[req] for i, req in enumerate(reqs) if req in sick} if sick else {},
+        )
 
     # ------------------------------------------------------------ one change each
 
@@ -225,7 +267,7 @@ class RequestStates:
             raise ProtocolError(f"request {req} ends here, but is not here")
         self.block_table.clear(row)
         self.logits_processor.forget(row)
-        self._sampled[row].clear()
+        self._sampled[row] = []  # a step in flight may still fill the other
         self._sick.pop(req, None)
         self._free_rows.append(row)
         place = self._place[row]
@@ -335,10 +377,10 @@ def make_batch(states: RequestStates, work: Work) -> InputBatch:
     positions = np.arange(starts[-1]) + np.repeat(num_computed - starts[:-1], work.query_lens)
     num_columns = int(-(-work.seq_lens.max() // states.block_table.block_size))
 
-    def to_device(values: NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(values).to(device)
+    def here(values: NDArray[np.int64]) -> Tensor:
+        return to_device(values, device)
 
-    decoding = states.last_token[to_device(work.rows[: work.num_decodes])]
+    decoding = states.last_token[here(work.rows[: work.num_decodes])]
     catching_up = [
         states.token_ids[row][start:end]
         for row, start, end in zip(
@@ -350,13 +392,13 @@ def make_batch(states: RequestStates, work: Work) -> InputBatch:
     ]
     prompt_targets, prompt_indices = _prompt_targets(states, work, starts)
     return InputBatch(
-        token_ids=torch.cat([decoding, *map(to_device, catching_up)]),
-        positions=to_device(positions),
-        slot_mapping=to_device(states.block_table.slots(token_rows, positions)),
-        block_tables=to_device(states.block_table.of(work.rows, num_columns)),
+        token_ids=torch.cat([decoding, *map(here, catching_up)]),
+        positions=here(positions),
+        slot_mapping=here(states.block_table.slots(token_rows, positions)),
+        block_tables=here(states.block_table.of(work.rows, num_columns)),
         query_start_loc=starts,
         seq_lens=work.seq_lens,
-        logits_indices=to_device(np.concatenate((starts[1:][work.samples] - 1, *prompt_indices))),
+        logits_indices=here(np.concatenate((starts[1:][work.samples] - 1, *prompt_indices))),
         prompt_targets=prompt_targets,
     )
 

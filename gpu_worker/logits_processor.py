@@ -54,21 +54,12 @@ class LogitsProcessor:
         """The request of a row has left."""
         self._rules.pop(row, None)
 
-    def note(self, rows: IntArray, token_ids: Sequence[int]) -> None:
-        """Count what rows (N,) have sampled."""
-        if self._rules:
-            for row, token_id in zip(rows.tolist(), token_ids, strict=True):
-                if (rules := self._rules.get(row)) is not None:
-                    rules.note(token_id)
-
-    def fault(self, row: int) -> str | None:
-        """Why a row is left without a token, if its own rules are to blame."""
-        if (rules := self._rules.get(row)) is None:
-            return None
-        grammar = rules.grammar
-        if grammar is not None and grammar.error is not None:
-            return f"its grammar: {grammar.error}"
-        return "what it allows leaves no token"
+    def rules_of(self, rows: IntArray) -> list[RowRules | None]:
+        """The rules of each of rows (N,), which are told its tokens; empty if none has any."""
+        if not self._rules:
+            return []
+        found = [self._rules.get(row) for row in rows.tolist()]
+        return found if any(rules is not None for rules in found) else []
 
     def apply(self, logits: Tensor, rows: IntArray) -> Tensor:
         """Change the logits (N, V) of rows (N,) by their rules; in float32 if any has some."""
@@ -116,6 +107,13 @@ class RowRules:
             self.grammar.note(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
+
+    @property
+    def fault(self) -> str:
+        """Why these rules leave a row without a token."""
+        if self.grammar is not None and self.grammar.error is not None:
+            return f"its grammar: {self.grammar.error}"
+        return "what it allows leaves no token"
 
     def banned_ids(self) -> IntArray:
         """Tokens that may not come next, whatever else is allowed."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import structlog
 import torch
 import transformers
 from torch import Tensor
@@ -27,6 +28,8 @@ from gpu_worker.attention.base import (
 from gpu_worker.native.library import processor_features
 from wire.config import Settings, SettingsError
 from wire.service import StartupError
+
+log = structlog.get_logger()
 
 ATTENTION_NAME = "paged"
 
@@ -103,6 +106,7 @@ def load_model(settings: Settings, folder: Path) -> LoadedModel:
             **options,
         )
         module = module.eval().to(device)
+        _check_weights(module, folder)
         kv_shapes, attention, vocab_size = _probe(module, config, device)
     except StartupError:
         raise
@@ -112,11 +116,25 @@ def load_model(settings: Settings, folder: Path) -> LoadedModel:
 
 
 def pick_device(settings: Settings) -> torch.device:
-    """The device of DEVICE; `auto` takes a GPU where there is one."""
+    """The device of DEVICE; `auto` takes a GPU where there is one.
+
+    Raises SettingsError if there is none, or if other settings ask for what only the CPU does.
+    """
     has_cuda = torch.cuda.is_available()
     if settings.device == "cuda" and not has_cuda:
         raise SettingsError("DEVICE=cuda: no GPU that torch can use; `auto` and `cpu` work here")
-    return torch.device("cuda" if has_cuda and settings.device != "cpu" else "cpu")
+    if not has_cuda or settings.device == "cpu":
+        return torch.device("cpu")
+    if settings.quantization != "none":
+        raise SettingsError(
+            f"QUANTIZATION={settings.quantization}: not on a GPU; `none` works here, or DEVICE=cpu"
+        )
+    if settings.batch_invariant:
+        raise SettingsError(
+            "BATCH_INVARIANT=1: not on a GPU, whose matrix products depend on the batch; "
+            "0 works here, or DEVICE=cpu"
+        )
+    return torch.device("cuda")
 
 
 def pick_dtype(
@@ -163,6 +181,23 @@ def _fast_dtypes(device: torch.device) -> set[torch.dtype]:
     return {torch.bfloat16} if {"avx512_bf16", "amx_bf16"} & processor_features() else set()
 
 
+@torch.inference_mode()
+def _check_weights(module: Any, folder: Path) -> None:
+    """Tell of weights that are no numbers. StartupError if most tensors have some.
+
+    A few may be of tokens that nobody uses: whoever meets them is told so, and nobody else.
+    """
+    weights = dict(module.named_parameters())
+    sums = {name: weight.sum(dtype=torch.float32) for name, weight in weights.items()}
+    sick = [name for name, total in sums.items() if not total.isfinite()]
+    if not sick:
+        return
+    where = f"{len(sick)} of its {len(weights)} tensors, {sick[0]} among them"
+    if 2 * len(sick) > len(weights):
+        raise StartupError(f"{folder}: its weights are not finite, in {where}")
+    log.warning("weights_not_finite", where=where)
+
+
 # ---------------------------------------------------------------- finding out by trying
 
 
@@ -187,12 +222,6 @@ class _Probe(AttentionBackend):
         self.attention[layer] = how
         num_heads, num_tokens, _ = query.shape
         return query.new_zeros(num_tokens, num_heads, self.shapes[layer].value_dim)
-
-
-def run_without_cache(model: LoadedModel, num_tokens: int) -> None:
-    """Run tokens through everything but attention, to see what memory that takes."""
-    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=model.device)
-    model.forward(token_ids, torch.arange(num_tokens, device=model.device), token_ids, _Probe())
 
 
 def _probe(

@@ -21,12 +21,15 @@ from typing import TypeVar
 import structlog
 
 from gpu_worker.executor import DeviceInfo, Executor
+from gpu_worker.traces import StepTraces
 from wire import model_store
 from wire.bus import Bus, BusDownError, Entry, FencedError, Reader
 from wire.codec import WireError, decode_as
 from wire.config import Settings, new_incarnation, process_id
 from wire.messages import ModelRunnerOutput, SchedulerOutput
+from wire.progress import Stage
 from wire.service import HEARTBEAT_S, StartupError, connect, heartbeat
+from wire.traces import Tracing, open_tracing
 
 log = structlog.get_logger()
 
@@ -40,8 +43,10 @@ Answer = asyncio.Future[ModelRunnerOutput | None]
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Execute steps until told to stop, or until another process takes the name."""
+    name = settings.worker_id or process_id("worker")
+    tracing = open_tracing(settings, "worker", name)
     bus = await connect(settings, stopping)
-    worker = Worker(settings, bus, stopping)
+    worker = Worker(settings, bus, stopping, name, tracing)
     is_replaced = False
     try:
         await worker.run()
@@ -54,20 +59,32 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
             await worker.leave()
         worker.close()
         await bus.close()
+        if tracing is not None:
+            await tracing.close()
         log.info("worker_stopped")
 
 
 class Worker:
     """One worker process and its incarnations, one at a time."""
 
-    def __init__(self, settings: Settings, bus: Bus, stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        bus: Bus,
+        stopping: asyncio.Event,
+        name: str,
+        tracing: Tracing | None = None,
+    ) -> None:
         self._settings = settings
         self._bus = bus
         self._stopping = stopping
-        self._name = settings.worker_id or process_id("worker")
+        self._name = name
+        self._tracing = tracing
+        self._traces: StepTraces | None = None  # of this incarnation
         self._executor = Executor(settings)
         self._info: DeviceInfo | None = None  # once the model is loaded
         self._model_hash = ""
+        self._doing = ""  # while it loads
 
     async def run(self) -> None:
         """Live one incarnation after another, until told to stop."""
@@ -111,7 +128,8 @@ class Worker:
         }
         info, running = self._info, self._executor.running
         if info is None:
-            return {**fields, "state": "loading", "step": "", "step_age_ms": 0}
+            doing = self._doing
+            return {**fields, "state": "loading", "doing": doing, "step": "", "step_age_ms": 0}
         age_s = time.monotonic() - running.started if running else 0
         return {
             **fields,
@@ -132,7 +150,7 @@ class Worker:
 
     async def _load(self) -> None:
         started = time.monotonic()
-        self._info = await self._executor.load(self._find_folder)
+        self._info = await self._executor.load(self._find_folder, self._note_doing)
         log.info(
             "model_loaded",
             model=self._settings.model_name,
@@ -143,13 +161,19 @@ class Worker:
             max_model_len=self._info.capacity.max_model_len,
         )
 
+    def _note_doing(self, what: str) -> None:
+        """Say it with the next heartbeat. From any thread."""
+        self._doing = what
+
     def _find_folder(self) -> Path:
         """Convert or fetch the model if need be; on the device thread."""
 
-        def tell(line: str) -> None:
+        def tell(stage: Stage) -> None:
             if self._stopping.is_set():
                 raise StartupError("stopped while the model was being prepared")
-            log.info("model_prepared", what=line)
+            if not stage.num_done:  # how far it is stands in the heartbeat
+                log.info("model_prepared", what=str(stage))
+            self._note_doing(str(stage))
 
         try:
             folder = model_store.ensure(self._settings, tell)
@@ -163,6 +187,8 @@ class Worker:
     async def _work(self, process: str) -> bool:
         """Execute the steps of this incarnation; True if told to stop, False if one failed."""
         log.info("worker_ready", process=process)
+        if self._tracing is not None:
+            self._traces = StepTraces(self._tracing, process)
         answers: asyncio.Queue[Answer | None] = asyncio.Queue(maxsize=1)
         reader = self._bus.reader({self._bus.keys.steps(process): "0-0"}, _BLOCK_MS)
         try:
@@ -172,6 +198,8 @@ class Worker:
                 feeding.cancel()
         finally:
             await reader.close()
+            if self._traces is not None:
+                self._traces.close()
         return is_over
 
     async def _feed(self, reader: Reader, answers: asyncio.Queue[Answer | None]) -> None:
@@ -184,6 +212,8 @@ class Worker:
                 await self._reach(partial(self._bus.bury, entry, str(error)))
                 await answers.put(_refusal(entry, error))
                 return
+            if self._traces is not None:
+                self._traces.submitted(step)
             await answers.put(self._executor.submit(step))
         await answers.put(None)
 
@@ -201,6 +231,8 @@ class Worker:
         """Publish results in order; True at the end of the steps, False after one that failed."""
         while (answer := await answers.get()) is not None:
             result = await answer
+            if self._traces is not None:
+                self._traces.answered(result)
             if result is None:  # of an epoch that is over: nobody waits for it
                 continue
             await self._reach(partial(self._bus.publish_result, process, result))

@@ -2,8 +2,10 @@
 
 A sequence comes in pieces, as `kernels.decode_plan` cuts it. Each piece and each key head is one
 work item; a fixed number of programs walks over the items, which balances sequences of very
-different lengths. The G query heads of a key head are the rows of one matrix. A sequence in one
-piece is written out at once; of the others, the pieces are put together by a second kernel.
+different lengths. How many items there are is read on the device, so that a launch which a CUDA
+graph repeats does what the lengths of that moment ask for. The G query heads of a key head are the
+rows of one matrix. A sequence in one piece is written out at once; of the others, the pieces are
+put together by a second kernel.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _PIECES = 16  # that are put together at once
 
 
 @triton.jit(
-    do_not_specialize=["first_seq", "num_seqs", "num_items", "stride_table"],
+    do_not_specialize=["first_seq", "num_seqs", "max_items", "stride_table"],
     do_not_specialize_on_alignment=["seq_lens_ptr", "work_starts_ptr", "tables_ptr"],
 )
 def _decode(
@@ -54,7 +56,7 @@ def _decode(
     value_scale_ptr: tl.tensor,  # (1,) or None
     first_seq: tl.tensor,
     num_seqs: tl.tensor,
-    num_items: tl.tensor,
+    max_items: tl.tensor,
     scale: tl.tensor,
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
@@ -88,6 +90,7 @@ def _decode(
     is_head = group < G
     factor = score_factor(scale, key_scale_ptr, SOFTCAP)
     first_item = tl.load(work_starts_ptr + first_seq)
+    num_items = tl.load(work_starts_ptr + first_seq + num_seqs) - first_item
     for item in tl.range(tl.program_id(0), num_items * HK, tl.num_programs(0)):
         local = item // HK
         kv_head = item % HK
@@ -159,11 +162,11 @@ def _decode(
             rows = local.to(tl.int64) * (HK * G) + heads
             tl.store(partial_ptr + rows[:, None] * DV + value_dims[None, :], acc, mask=is_value)
             tl.store(stats_ptr + rows, largest, mask=is_head)
-            tl.store(stats_ptr + num_items.to(tl.int64) * (HK * G) + rows, total, mask=is_head)
+            tl.store(stats_ptr + max_items.to(tl.int64) * (HK * G) + rows, total, mask=is_head)
 
 
 @triton.jit(
-    do_not_specialize=["first_seq", "num_items"],
+    do_not_specialize=["first_seq", "max_items"],
     do_not_specialize_on_alignment=["work_starts_ptr"],
 )
 def _reduce(
@@ -173,7 +176,7 @@ def _reduce(
     work_starts_ptr: tl.tensor,  # (S + 1,)
     value_scale_ptr: tl.tensor,  # (1,) or None
     first_seq: tl.tensor,
-    num_items: tl.tensor,
+    max_items: tl.tensor,
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
     HQ: tl.constexpr,
@@ -199,7 +202,7 @@ def _reduce(
         is_piece = pieces < num_pieces
         rows = (begin + pieces).to(tl.int64) * HQ + head
         pieces_largest = tl.load(stats_ptr + rows, mask=is_piece, other=float("-inf"))
-        totals_ptr = stats_ptr + num_items.to(tl.int64) * HQ
+        totals_ptr = stats_ptr + max_items.to(tl.int64) * HQ
         pieces_total = tl.load(totals_ptr + rows, mask=is_piece, other=0.0)
         partial = tl.load(
             partial_ptr + rows[:, None] * DV + dims[None, :],
@@ -298,13 +301,13 @@ def _launch(
 ) -> None:
     num_heads = query.shape[1]
     dims = (num_heads, cache.value_dim)
-    num_kept = launch.num_items if launch.needs_reduce else 0
+    num_kept = launch.max_items if launch.needs_reduce else 0
     partial = torch.empty((num_kept, *dims), dtype=torch.float32, device=query.device)
     stats = torch.empty((2, num_kept, num_heads), dtype=torch.float32, device=query.device)
     group = num_heads // cache.num_kv_heads
     num_programs = config.programs_per_multiprocessor * num_multiprocessors(query.device)
     value_padded = padded(cache.value_dim)
-    grid = (max(min(num_programs, launch.num_items * cache.num_kv_heads), 1),)
+    grid = (max(min(num_programs, launch.max_items * cache.num_kv_heads), 1),)
     _decode[grid](
         out,
         query,
@@ -320,7 +323,7 @@ def _launch(
         cache.value_scale,
         launch.first_seq,
         launch.num_seqs,
-        launch.num_items,
+        launch.max_items,
         scale,
         *out.stride()[:2],
         *query.stride()[:2],
@@ -351,7 +354,7 @@ def _launch(
             plan.work_starts,
             cache.value_scale,
             launch.first_seq,
-            launch.num_items,
+            launch.max_items,
             *out.stride()[:2],
             HQ=num_heads,
             DV=cache.value_dim,

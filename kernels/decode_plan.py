@@ -27,8 +27,8 @@ class Launch:
 
     first_seq: int
     num_seqs: int
-    num_items: int
-    needs_reduce: bool  # some sequence is not in exactly one piece
+    max_items: int  # room for as many pieces; how many there are, the device reads
+    needs_reduce: bool  # some sequence may be not in exactly one piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,28 @@ class DecodePlan:
     launches: list[Launch]
     window: int  # 0 is none
     split: int
+
+
+def work_starts(
+    seq_lens: NDArray[np.integer[Any]], window: int = 0, *, split: int = SPLIT
+) -> NDArray[np.int32]:
+    """Where the work items of each sequence begin, and where the last ones end: (S + 1,)."""
+    lens = np.asarray(seq_lens, dtype=np.int64)
+    num_pieces = -(-lens // split)
+    if window:
+        num_pieces -= np.maximum(lens - window, 0) // split  # nobody sees those
+    starts: NDArray[np.int32] = np.concatenate(([0], np.cumsum(num_pieces))).astype(np.int32)
+    return starts
+
+
+def repeatable_plan(seq_lens: Tensor, starts: Tensor, window: int, *, max_items: int) -> DecodePlan:
+    """Plan one launch for whatever lengths (S,) int32 are there when it happens.
+
+    `starts` (S + 1,) int32 are their `work_starts`. Both are tensors of the device, and may be
+    written anew between launches, but never to more than `max_items` pieces.
+    """
+    launch = Launch(0, len(seq_lens), max_items, needs_reduce=True)
+    return DecodePlan(seq_lens, starts, [launch], window, SPLIT)
 
 
 def plan_decodes(
@@ -56,10 +78,8 @@ def plan_decodes(
     in flight at once is bounded by `max_items` (of one sequence alone, by its length).
     """
     lens = np.asarray(seq_lens, dtype=np.int64)
-    num_pieces = -(-lens // split)
-    if window:
-        num_pieces -= np.maximum(lens - window, 0) // split  # nobody sees those
-    starts = np.concatenate(([0], np.cumsum(num_pieces))).astype(np.int32)
+    starts = work_starts(lens, window, split=split)
+    num_pieces = np.diff(starts)
     launches = []
     first = 0
     while first < len(lens):

@@ -23,6 +23,8 @@ from kernels.paged_cache import PagedCache
 from kernels.target import arch, num_multiprocessors
 
 _HAVE_ROOM = ("sm_90", "sm_100", "sm_103")  # operands of a product stay in shared memory
+_HAVE_TENSOR_MEMORY = ("sm_100", "sm_103")  # sums are not in registers
+_AMPERE = ("sm_80", "sm_86", "sm_87")
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -95,9 +97,11 @@ def decode_rule(shape: Shape) -> DecodeConfig:
     """Large tiles for the bandwidth, as long as four programs fit the registers."""
     if shape.query_bytes == 4:
         return DecodeConfig(tile=16 if shape.head_dim > 128 else 32, num_stages=2)
+    is_ampere = shape.arch in _AMPERE
     if shape.head_dim > 128:
-        return DecodeConfig(tile=32, num_stages=2)
-    return DecodeConfig(tile=32 if shape.cache_bytes == 1 else 64)
+        return DecodeConfig(tile=32, num_stages=3 if is_ampere else 2)
+    num_stages = 2 if is_ampere and shape.group > 16 else 3
+    return DecodeConfig(tile=32 if shape.cache_bytes == 1 else 64, num_stages=num_stages)
 
 
 def prefill_rule(shape: Shape) -> PrefillConfig:
@@ -109,7 +113,8 @@ def prefill_rule(shape: Shape) -> PrefillConfig:
         return PrefillConfig(64, tile=32 if has_room else 16, num_warps=8, num_stages=3)
     is_small = shape.head_dim <= 64
     tile = 64 if (is_small or has_room) and shape.cache_bytes == 2 else 32
-    return PrefillConfig(128, tile=tile, num_warps=8, num_stages=2 if is_small else 3)
+    num_stages = 2 if is_small and shape.arch not in _HAVE_TENSOR_MEMORY else 3
+    return PrefillConfig(128, tile=tile, num_warps=8, num_stages=num_stages)
 
 
 @cache

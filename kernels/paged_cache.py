@@ -89,6 +89,14 @@ class PagedCache:
         return self.key.dtype in FLOAT8
 
 
+def float8_of(device: torch.device) -> torch.dtype:
+    """The numbers of one byte that the device converts."""
+    name = arch(device)
+    if name in _NO_E4M3:
+        return torch.float8_e5m2
+    return torch.float8_e4m3fnuz if name.startswith("gfx94") else torch.float8_e4m3fn
+
+
 def padded(dim: int) -> int:
     """The size that a kernel takes for `dim` numbers: a power of two, enough for a product."""
     return int(max(16, triton.next_power_of_2(dim)))

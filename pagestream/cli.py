@@ -18,14 +18,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagestream import chat as chat_
 from pagestream import doctor as doctor_
-from pagestream import embedded, inspect, instance, tail
+from pagestream import embedded, inspect, instance, probe, progress, tail
+from pagestream import top as top_
 from pagestream import up as stack
 from pagestream.plan import MODULES, python_module
 from wire import model_store
 from wire.api_keys import DEFAULT_TENANT, KeysFileError, add_key
 from wire.bus import BusError
 from wire.config import SettingsError, check_shown, load
+from wire.progress import size
 
 app = typer.Typer(
     help="Serve language models on machines that come and go.",
@@ -38,6 +41,15 @@ models_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(models_app, name="models")
 keys_app = typer.Typer(help="API keys.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
+
+_FAILURES = (
+    BusError,
+    chat_.ChatError,
+    embedded.NoServerError,
+    KeysFileError,
+    model_store.ModelMissing,
+)
+"""What may go wrong though every setting is fine."""
 
 Assignments = Annotated[
     list[str], typer.Option("--set", metavar="NAME=VALUE", help="A setting; may be repeated.")
@@ -139,6 +151,52 @@ def ps(as_json: AsJson = False, assignments: Assignments = []) -> None:  # noqa:
         inspect.show(seen, _console())
 
 
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between pictures.")] = 1.0,
+    assignments: Assignments = [],  # noqa: B006 - see above
+) -> None:
+    """Show the pool live: processes, queues, figures and blocks; Ctrl-C ends it."""
+    with _sentences():
+        settings, console = embedded.reach(load(assignments)), _console()
+        if once or not sys.stdout.isatty():
+            top_.once(settings, console)
+        else:
+            top_.live(settings, console, interval)
+
+
+@app.command()
+def chat(  # noqa: PLR0917 - one parameter an option, as typer has it
+    url: Annotated[
+        str | None, typer.Option(help="Address of the server [http://HOST:PORT].")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Name of the model [the served one].")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2)] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help=f"File with the API key [the variable {chat_.KEY_VARIABLE}]."),
+    ] = None,
+    assignments: Assignments = [],  # noqa: B006 - see above
+) -> None:
+    """Talk to a running server. /help says how; Ctrl-C stops an answer, Ctrl-D leaves."""
+    with _sentences():
+        settings = load(assignments)
+        key = chat_.api_key(api_key_file)
+        is_tls = settings.tls_cert_file is not None
+        there = chat_.base_url(url or probe.url(settings.host, settings.port, is_tls=is_tls))
+        model = model or asyncio.run(chat_.served_model(there, key))
+        given = {"temperature": temperature, "max_tokens": max_tokens}
+        options = {name: value for name, value in given.items() if value is not None}
+        talk = chat_.Conversation(there, model, key, options)
+        if system is not None:
+            talk.messages.append({"role": "system", "content": system})
+        is_all_well = chat_.run(talk)
+    raise typer.Exit(0 if is_all_well else 1)
+
+
 @app.command("tail")
 def tail_(
     key: Annotated[str, typer.Argument(help="A stream: requests, log, steps, steps:<process>, …")],
@@ -185,15 +243,15 @@ def models_list(as_json: AsJson = False, assignments: Assignments = []) -> None:
         return
     table = Table("model", "size", "folder", box=None, header_style="dim")
     for one in found:
-        table.add_row(one.model, f"{one.num_bytes / 1e6:.0f} MB", str(one.path))
+        table.add_row(one.model, size(one.num_bytes), str(one.path))
     _console().print(table)
 
 
 @models_app.command("pull")
 def models_pull(name: str, assignments: Assignments = []) -> None:  # noqa: B006 - see above
     """Make a model ready: fetch it, convert it."""
-    with _sentences():
-        folder = model_store.ensure(load(assignments, model=name), progress=_tell)
+    with _sentences(), progress.showing_stages() as show:
+        folder = model_store.ensure(load(assignments, model=name), show)
     _say(str(folder))
 
 
@@ -232,7 +290,7 @@ def _sentences() -> Iterator[None]:
     except SettingsError as error:
         _tell(f"pagestream: {error}")
         raise typer.Exit(2) from None
-    except (BusError, embedded.NoServerError, model_store.ModelMissing, KeysFileError) as error:
+    except _FAILURES as error:
         _tell(f"pagestream: {error}")
         raise typer.Exit(1) from None
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from pagestream import embedded, instance
 from pagestream.probe import check_port
 from wire import model_store
-from wire.config import Settings, SettingsError
+from wire.config import Settings, SettingsError, without_password
 
 _GIB = 1024**3
 
@@ -43,7 +43,21 @@ def examine(settings: Settings) -> list[Finding]:
         _model(settings),
         _data_dir(settings.data_dir.absolute()),
         _port(settings),
+        *_traces(settings),
     ]
+
+
+def _traces(settings: Settings) -> list[Finding]:
+    """What sends traces, if they are wanted."""
+    if settings.otlp_endpoint is None:
+        return []
+    try:
+        version = metadata.version("opentelemetry-exporter-otlp-proto-http")
+    except metadata.PackageNotFoundError:
+        wish = "OTLP_ENDPOINT needs pip install 'pagestream[otel]'"
+        return [Finding("traces", wish, is_fine=False)]
+    where = without_password(settings.otlp_endpoint)
+    return [Finding("traces", f"OpenTelemetry {version}, to {where}")]
 
 
 def show(findings: list[Finding], console: Console) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,6 +39,7 @@ class Process:
     epoch: int | None
     state: str
     uptime_s: float | None
+    doing: str = ""  # while it loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,20 @@ async def overview(settings: Settings) -> Overview:
     """Look at the pool. Raises BusDownError if Redis does not answer."""
     bus = Bus.connect(settings)
     try:
-        processes = []
-        for role in ROLES:
-            for name, fields in (await bus.processes(role)).items():
-                processes.append(_process(role, name, fields, time.time()))
-        processes.append(_redis(settings.redis_url, await bus.server()))
-        workers = [one.id for one in processes if one.role == "worker"]
-        return Overview(processes, await bus.queue_lengths(workers), await bus.stats())
+        return await overview_of(bus, settings)
     finally:
         await bus.close()
+
+
+async def overview_of(bus: Bus, settings: Settings) -> Overview:
+    """Look at the pool through connections that are there already. Raises BusDownError."""
+    processes = []
+    for role in ROLES:
+        for name, fields in (await bus.processes(role)).items():
+            processes.append(_process(role, name, fields, time.time()))
+    processes.append(_redis(settings.redis_url, await bus.server()))
+    workers = [one.id for one in processes if one.role == "worker"]
+    return Overview(processes, await bus.queue_lengths(workers), await bus.stats())
 
 
 async def is_healthy(settings: Settings, role: str) -> bool:
@@ -88,15 +95,21 @@ def look(settings: Settings) -> Overview:
 
 def show(seen: Overview, console: Console) -> None:
     """Print the tables."""
-    console.print(_process_table(seen.processes))
-    queues = Table("queue", "requests", box=None, header_style="dim")
-    for name, length in seen.queues.items():
-        queues.add_row(name, str(length))
+    console.print(process_table(seen.processes))
     console.print()
-    console.print(queues)
+    console.print(queue_table(seen.queues))
 
 
-def _process_table(processes: list[Process]) -> Table:
+def queue_table(lengths: Mapping[str, int]) -> Table:
+    """Draw how many requests are in which queue."""
+    queues = Table("queue", "requests", box=None, header_style="dim")
+    for name, length in lengths.items():
+        queues.add_row(name, str(length))
+    return queues
+
+
+def process_table(processes: list[Process]) -> Table:
+    """Draw a row for each process."""
     table = Table(
         *("role", "id", "pid", "host", "incarnation", "epoch", "state", "uptime"),
         box=None,
@@ -104,7 +117,8 @@ def _process_table(processes: list[Process]) -> Table:
     )
     for one in processes:
         uptime = None if one.uptime_s is None else _duration(one.uptime_s)
-        cells = (one.role, one.id, one.pid, one.host, one.incarnation, one.epoch, one.state, uptime)
+        state = f"{one.state} ({one.doing})" if one.doing else one.state
+        cells = (one.role, one.id, one.pid, one.host, one.incarnation, one.epoch, state, uptime)
         table.add_row(*("-" if cell is None else str(cell) for cell in cells))
     return table
 
@@ -119,6 +133,7 @@ def _process(role: str, name: str, fields: dict[str, str], now: float) -> Proces
         incarnation=fields.get("incarnation"),
         epoch=_number(fields.get("epoch")) or None,
         state=fields.get("state", "lost"),
+        doing=fields.get("doing", ""),
         uptime_s=None if started_ms is None else round(max(0.0, now - started_ms / 1000), 1),
     )
 

@@ -7,13 +7,49 @@ that scripts wait for.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TransferSpeedColumn,
+)
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
+
+from wire.progress import Stage
+
+
+@contextmanager
+def showing_stages() -> Iterator[Callable[[Stage], None]]:
+    """Show how far something is: a bar on a terminal, else a line for each change."""
+    if not sys.stderr.isatty():
+        shown = PlainScreen()
+        yield lambda stage: shown.event(str(stage))
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("", total=None)
+
+        def show(stage: Stage) -> None:
+            total = stage.num_bytes or None
+            bars.update(bar, description=stage.what, completed=stage.num_done, total=total)
+
+        yield show
 
 
 class Screen(Protocol):

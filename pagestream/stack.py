@@ -173,7 +173,9 @@ class Stack:
                 for said in (await bus.processes(role)).values():
                     name, state = names.get(said.get("pid", "")), said.get("state")
                     if name and state:
-                        self._screen.state(name, state, is_done=state not in ("loading", "failed"))
+                        doing = f" ({said['doing']})" if said.get("doing") else ""
+                        is_done = state not in ("loading", "failed")
+                        self._screen.state(name, state + doing, is_done=is_done)
         except BusDownError:
             return
 

@@ -45,8 +45,9 @@ class EpochOverError(Exception):
 class Caution:
     """Takes in what a new leader found, all of it or entry by entry."""
 
-    def __init__(self, bus: Bus, intake: Intake, ledger: Ledger) -> None:
+    def __init__(self, bus: Bus, epoch: int, intake: Intake, ledger: Ledger) -> None:
         self._bus = bus
+        self._epoch = epoch
         self._intake = intake
         self._ledger = ledger
         self._one_by_one: deque[InFlight] = deque()
@@ -59,13 +60,13 @@ class Caution:
 
     async def begin(self, found: Found) -> None:
         """Take in what was found, or only begin to, if the start before did not get through."""
-        starts = await retrying(self._bus.note_start)
+        starts = await retrying(partial(self._bus.note_start, self._epoch))
         suspect = starts.get("entry", "")
         self._deaths = {suspect: int(starts.get("deaths", 0))}
         if self._deaths[suspect] >= MAX_DEATHS:
             await self._set_aside(suspect, found, starts.get("reason") or REASON)
         in_flight = sorted(found.in_flight, key=lambda one: entry_id(one.req) == suspect)
-        if int(starts["unfinished"]) > MAX_UNFINISHED:
+        if int(starts.get("unfinished", 0)) > MAX_UNFINISHED:
             log.warning("careful_start", unfinished=starts["unfinished"], suspect=suspect)
             self._one_by_one.extend(in_flight)
             return
@@ -77,17 +78,17 @@ class Caution:
         """Mark one entry more and take it in."""
         one = self._one_by_one.popleft()
         entry = entry_id(one.req)
-        await retrying(partial(self._bus.suspect, entry, self._deaths.get(entry, 0) + 1))
+        await self._suspect(entry, self._deaths.get(entry, 0) + 1)
         async with self.blaming(entry):
             self._intake.add(one.req, one.request, one.num_saved)
 
     async def all_in(self) -> None:
         """A step has gone out with the last of them: none is under suspicion any more."""
-        await retrying(partial(self._bus.suspect, "", 0))
+        await self._suspect("", 0)
 
     async def survive(self) -> None:
         """Let the start have got through: this leader leads."""
-        await retrying(self._bus.note_survival)
+        await retrying(partial(self._bus.note_survival, self._epoch))
 
     @asynccontextmanager
     async def blaming(self, entry: str) -> AsyncIterator[None]:
@@ -99,8 +100,11 @@ class Caution:
         except Exception as error:
             log.exception("entry_failed", entry=entry)
             reason = f"{REASON}: {type(error).__name__}: {error}"
-            await retrying(partial(self._bus.suspect, entry, MAX_DEATHS, reason))
+            await self._suspect(entry, MAX_DEATHS, reason)
             raise EpochOverError(f"entry {entry} could not be applied") from None
+
+    async def _suspect(self, entry: str, deaths: int, reason: str = "") -> None:
+        await retrying(partial(self._bus.suspect, self._epoch, entry, deaths, reason))
 
     async def _set_aside(self, entry: str, found: Found, reason: str) -> None:
         """End the request of an entry without ever showing it to the core."""

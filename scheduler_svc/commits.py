@@ -13,6 +13,7 @@ from functools import partial
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.statistics import Statistics
+from scheduler_svc.traces import RequestTraces
 from wire.bus import Bus, retrying
 
 
@@ -26,12 +27,15 @@ class Commits:
         ledger: Ledger,
         statistics: Statistics,
         retention_s: Callable[[], float],
+        *,
+        traces: RequestTraces | None = None,
     ) -> None:
         self._bus = bus
         self._scheduler = scheduler
         self._ledger = ledger
         self._statistics = statistics
         self._retention_s = retention_s
+        self._traces = traces
         self._something = asyncio.Event()
         self._number = 0
         self._is_closing = False
@@ -40,6 +44,8 @@ class Commits:
         """Hand what the core decided to the ledger, for the next commit."""
         outputs = self._scheduler.take_outputs()
         if outputs:
+            if self._traces is not None:
+                self._traces.collected(outputs)
             requests = self._scheduler.requests
             started = [one.req for one in outputs.started if one.req in requests]
             self._ledger.add(outputs, {req: requests[req].worker or "" for req in started})
@@ -50,9 +56,10 @@ class Commits:
         while not self._is_closing:
             await self._something.wait()
             self._something.clear()
-            commit = self._ledger.take(self._statistics.figures(), self._scheduler.served)
+            commit = self._ledger.take(self._scheduler.served)
             if commit is None:
                 continue
+            commit.stats = self._statistics.changes(time.monotonic())
             self._number += 1
             started = time.monotonic()
             call = partial(self._bus.commit, self._scheduler.epoch, self._number, commit)

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import structlog
 
+from scheduler_svc.chronicle import Chronicle
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.worker_link import process_of
@@ -31,11 +32,21 @@ REPORT_S = 1.0
 class Gateways:
     """The gateways of one leader."""
 
-    def __init__(self, bus: Bus, settings: Settings, scheduler: Scheduler, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: Settings,
+        scheduler: Scheduler,
+        ledger: Ledger,
+        *,
+        chronicle: Chronicle,
+    ) -> None:
         self._bus = bus
         self._settings = settings
         self._scheduler = scheduler
         self._ledger = ledger
+        self._chronicle = chronicle
+        self._known: dict[str, str] | None = None  # what each gateway said of itself last
         self._last_heard: dict[str, float] = {}
         self._last_report = 0.0
 
@@ -49,11 +60,27 @@ class Gateways:
                 self._last_heard.clear()  # nobody could be heard: that is no gateway's fault
             else:
                 alive = {process_of(name, fields) for name, fields in fields_of.items() if fields}
+                self._tell(
+                    {name: said["state"] for name, said in fields_of.items() if "state" in said}
+                )
                 self._release_orphans(alive, now)
                 if now - self._last_report >= REPORT_S:
                     self._last_report = now
                     self._ledger.report(alive)
             await sleep(HEARTBEAT_S)
+
+    def _tell(self, states: dict[str, str]) -> None:
+        """Tell of those that came, went or take no more requests; not of those found at first."""
+        before, self._known = self._known, states
+        if before is None:
+            return
+        for name, state in states.items():
+            if name not in before:
+                self._chronicle.note("gateway_joined", name)
+            elif state == "draining" and before[name] != state:
+                self._chronicle.note("gateway_draining", name, "it takes no more requests")
+        for name in before.keys() - states.keys():
+            self._chronicle.note("gateway_left", name)
 
     def _release_orphans(self, alive: set[str], now: float) -> None:
         followers = self._ledger.followers()

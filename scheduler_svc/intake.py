@@ -6,14 +6,16 @@ Owns what each of them does to the core and to the ledger. Awaits nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 
+from scheduler_svc.chronicle import Chronicle
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.ledger import Ledger
 from scheduler_svc.live_config import LiveConfig, core_config
 from scheduler_svc.recovery import Control, Submission
+from scheduler_svc.traces import RequestTraces
 from scheduler_svc.worker_link import WorkerLink
 from wire.config import Settings
 from wire.keys import arrival_ms, entry_id, request_number
@@ -30,21 +32,30 @@ class Intake:
         scheduler: Scheduler,
         ledger: Ledger,
         live: LiveConfig,
+        chronicle: Chronicle,
         *,
         collect: Callable[[], None],
         links: Callable[[], list[WorkerLink]],
+        traces: RequestTraces | None = None,
     ) -> None:
         """`collect` hands the core's outputs to the ledger; `links` are the workers there are."""
         self._scheduler = scheduler
         self._ledger = ledger
         self._live = live
+        self._chronicle = chronicle
         self._collect = collect
+        self._traces = traces
         self._links = links
 
     @property
     def settings(self) -> Settings:
         """The settings in force."""
         return self._live.settings
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """Those that can be changed while running, as people write them."""
+        return self._live.limits
 
     def restore(self, config: dict[str, str]) -> None:
         """Go on with the settings that were changed under an earlier leader."""
@@ -70,11 +81,15 @@ class Intake:
             self._ledger.control_done(entry_id(req))
             return
         if before is not None:
+            if self._traces is not None:
+                self._traces.drop(before)
             self._ledger.drop(before)
             self._scheduler.abort_request(before)
             self._scheduler.take_outputs()  # its end is nobody's business
         self._ledger.track(req, request, num_saved)
         self._scheduler.add_request(req, request, arrival_ms(req) / 1000)
+        if self._traces is not None:
+            self._traces.begin(req, request)
 
     def control(self, entry: str, control: Control) -> None:
         """Do what a gateway or an operator asks for."""
@@ -89,6 +104,7 @@ class Intake:
                 outcome = self._live.apply(control, self._links())
                 self._ledger.note_config(outcome)
                 self._reconfigure()
+                self._tell(control, outcome)
                 if control.reset_prefix_cache and not outcome["refused"]:
                     self._scheduler.reset_prefix_cache()
         self._ledger.control_done(entry)
@@ -113,6 +129,13 @@ class Intake:
             self._ledger.deny(resume)
             return
         self._ledger.follow(req, resume, output)
+
+    def _tell(self, change: ConfigChange, outcome: Mapping[str, str | int]) -> None:
+        changed = [f"{n}={v}" for n, v in zip(change.names, change.values, strict=False)]
+        if change.reset_prefix_cache:
+            changed.append("the prefix cache was emptied")
+        if changed and not outcome["refused"]:
+            self._chronicle.note("settings_changed", "", ", ".join(changed))
 
     def _reconfigure(self) -> None:
         config = core_config(self._live.settings, self._live.version)

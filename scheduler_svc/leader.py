@@ -6,7 +6,6 @@ One task touches the core, and no call into it contains an `await`, so it needs 
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from functools import partial
 
@@ -14,6 +13,7 @@ import structlog
 
 from scheduler_svc import recovery
 from scheduler_svc.caution import Caution, EpochOverError
+from scheduler_svc.chronicle import Chronicle
 from scheduler_svc.commits import Commits
 from scheduler_svc.core.lane import Lane
 from scheduler_svc.gateways import Gateways
@@ -25,10 +25,12 @@ from scheduler_svc.recording import new_scheduler
 from scheduler_svc.roster import Roster
 from scheduler_svc.statistics import Statistics
 from scheduler_svc.sweeper import Sweeper
+from scheduler_svc.traces import RequestTraces
 from wire.bus import Bus, BusDownError, Entry, FencedError, retrying
 from wire.codec import WireError, decode_as
 from wire.config import Settings
 from wire.messages import ModelRunnerOutput, SchedulerOutput
+from wire.traces import Tracing
 
 log = structlog.get_logger()
 
@@ -46,7 +48,14 @@ class Leader:
     """One epoch of leadership, from recovery to its end."""
 
     def __init__(
-        self, bus: Bus, settings: Settings, owner: str, epoch: int, server_ms: int
+        self,
+        bus: Bus,
+        settings: Settings,
+        owner: str,
+        epoch: int,
+        server_ms: int,
+        *,
+        tracing: Tracing | None = None,
     ) -> None:
         self._bus = bus
         self._lease_s = settings.leader_lease_s
@@ -54,33 +63,49 @@ class Leader:
         self._epoch = epoch
         self._clock_offset = server_ms / 1000 - time.monotonic()
         self._scheduler = new_scheduler(core_config(settings), epoch, settings.record_file)
+        self._traces = (
+            None if tracing is None else RequestTraces(tracing, self._scheduler, epoch, self._now)
+        )
         self._ledger = Ledger()
         self._statistics = Statistics(self._scheduler, epoch)
-        self._mirror = Mirror(bus)
+        self._chronicle = Chronicle(bus.keys)
+        self._mirror = Mirror(bus, epoch, self._chronicle, limits=lambda: self._intake.limits)
         self._reader = bus.reader({}, max_block_ms=BLOCK_MS)
-        self._roster = Roster(bus, settings, self._scheduler, self._reader, self._mirror)
-        self._gateways = Gateways(bus, settings, self._scheduler, self._ledger)
+        self._roster = Roster(
+            bus,
+            settings,
+            self._scheduler,
+            self._reader,
+            mirror=self._mirror,
+            chronicle=self._chronicle,
+            traces=self._traces,
+        )
+        self._gateways = Gateways(
+            bus, settings, self._scheduler, self._ledger, chronicle=self._chronicle
+        )
         self._commits = Commits(
             bus,
             self._scheduler,
             self._ledger,
             self._statistics,
             retention_s=lambda: self._intake.settings.retention_s,
+            traces=self._traces,
         )
         self._intake = Intake(
             self._scheduler,
             self._ledger,
             LiveConfig(settings, {}),
+            self._chronicle,
             collect=self._commits.collect,
             links=lambda: self._roster.links,
+            traces=self._traces,
         )
-        self._caution = Caution(bus, self._intake, self._ledger)
+        self._caution = Caution(bus, epoch, self._intake, self._ledger)
         self._untried: set[str] = set()  # workers that got no step since an entry was taken in
         self._workers_by = time.monotonic() + WORKERS_S
         self._controls: list[tuple[str, recovery.Control]] = []  # that recovery found
         self._cursor = "0-0"  # where recovery stopped reading
         self._is_open = asyncio.Event()  # all that was found is taken in
-        self._held_until = time.monotonic() + self._lease_s  # the lease, for certain
         self._redis_life = ""  # run id of the server that all this was read from
         self._is_gathering = False
 
@@ -89,7 +114,7 @@ class Leader:
     async def lead(self, stopping: asyncio.Event) -> None:
         """Recover, then schedule until `stopping`. FencedError when another leads."""
         self._redis_life = await self._current_redis_life()
-        sweeper = Sweeper(self._bus, lambda: self._roster.processes)
+        sweeper = Sweeper(self._bus, self._epoch, lambda: self._roster.processes)
         async with asyncio.TaskGroup() as group:
             renewing = group.create_task(self._renew())  # there may be much to recover
             await self._recover()
@@ -129,6 +154,8 @@ class Leader:
         if not self._caution.is_taking_in:
             await self._open_the_door()
         await retrying(self._clear_mirror)
+        says = f"epoch {self._epoch}; requests taken over: {len(found.in_flight)}"
+        self._chronicle.note("leader_changed", self._owner.rpartition(".")[0], says)
         log.info(
             "recovered", requests=len(found.in_flight), seconds=round(time.monotonic() - started, 3)
         )
@@ -141,6 +168,8 @@ class Leader:
         self._commits.collect()
         self._reader.cursors[self._bus.keys.requests()] = self._cursor
         self._is_open.set()
+        if self._traces is not None:
+            self._traces.is_recovering = False
 
     # ------------------------------------------------------------ one turn
 
@@ -151,6 +180,7 @@ class Leader:
         except BusDownError:
             await asyncio.sleep(0.05)
             return
+        self._scheduler.note_time(self._now())
         for entry in entries:
             await self._apply(entry)
         await self._take_in()
@@ -203,7 +233,9 @@ class Leader:
             return
         if self._roster.take_fence_answer(process, result):
             return
-        self._statistics.device_us += result.device_us
+        lane = self._scheduler.lanes.get(process)
+        has_more = lane is not None and len(lane.in_flight) > 1
+        self._statistics.note_result(process, result.device_us, time.monotonic(), has_more=has_more)
         if not self._scheduler.update_from_output(process, result):
             self._roster.lose(process, result.failed or "its result does not fit the step")
 
@@ -236,6 +268,9 @@ class Leader:
         return self._now() - oldest < wait_s
 
     async def _publish(self, process: str, step: SchedulerOutput) -> None:
+        self._statistics.note_step()
+        if self._traces is not None:
+            self._traces.stepped(process, step)
         await retrying(partial(self._bus.publish_step, process, step))
         log.debug("step_dispatched", worker=process, step_id=step.step_id)
 
@@ -250,7 +285,6 @@ class Leader:
         """
         while True:
             await asyncio.sleep(self._lease_s / 5)
-            asked = time.monotonic()
             epoch, now_ms = await retrying(
                 partial(self._bus.lead, self._owner, self._lease_s, self._epoch)
             )
@@ -258,7 +292,6 @@ class Leader:
                 raise FencedError("another scheduler leads")
             if await self._current_redis_life() != self._redis_life:
                 raise EpochOverError("Redis was restarted")
-            self._held_until = asked + self._lease_s
             self._clock_offset = now_ms / 1000 - time.monotonic()
 
     async def _survive(self) -> None:
@@ -273,18 +306,10 @@ class Leader:
         await self._mirror.clear(await self._bus.processes("worker"))
 
     async def _mirror_forever(self) -> None:
-        """Show the queues. No epoch guards them, so whoever may be deposed keeps off them."""
-        # Whoever led before may not know, and write for as long as its lease would have lasted.
-        once_more_at = time.monotonic() + self._lease_s
+        """Show the queues."""
         while True:
             await asyncio.sleep(INTERVAL_S)
-            now = time.monotonic()
-            if now > self._held_until:
-                continue
             try:
-                if now > once_more_at:
-                    await self._clear_mirror()
-                    once_more_at = math.inf
                 await self._mirror.write(self._scheduler, self._roster.names)
             except BusDownError:
                 continue

@@ -181,6 +181,7 @@ class Ledger:
     def _finish(self, finished: Finished) -> None:
         one = self._tracked.pop(finished.req)
         del self._by_req_id[one.req_id]
+        preempted_ms = round(finished.preempted_s * 1000)
         for gateway, handle in one.followers.items():
             self._out(gateway).finished.append(
                 FinishedRequest(
@@ -191,6 +192,7 @@ class Ledger:
                     error=finished.error,
                     error_code=finished.error_code,
                     num_preemptions=finished.num_preemptions,
+                    preempted_ms=preempted_ms,
                 )
             )
         ending: dict[str, str | int] = {
@@ -199,6 +201,8 @@ class Ledger:
             "num_output_tokens": finished.num_output_tokens,
             "num_preemptions": finished.num_preemptions,
         }
+        if preempted_ms:
+            ending["preempted_ms"] = preempted_ms
         if finished.stop_token_id is not None:
             ending["stop_token_id"] = finished.stop_token_id
         if finished.error is not None:
@@ -249,7 +253,7 @@ class Ledger:
 
     # ------------------------------------------------------------ commits
 
-    def take(self, stats: dict[str, str | int | float], served: dict[str, float]) -> Commit | None:
+    def take(self, served: dict[str, float]) -> Commit | None:
         """Everything since the last time as one commit; None if there is nothing.
 
         `served` are the tenants' counters, which are saved with a checkpoint.
@@ -271,7 +275,6 @@ class Ledger:
             done_entries=batch.done_entries,
             config=batch.config,
             served=served if is_checkpoint or batch.ended else {},
-            stats=stats,
         )
 
 

@@ -38,6 +38,14 @@ class LiveConfig:
         kept = {name: value for name, value in saved.items() if name in LIVE}
         self.settings = changed(settings, kept) if kept else settings
 
+    @property
+    def limits(self) -> dict[str, str]:
+        """The settings in force that can be changed, as people write them."""
+        values = {name: getattr(self.settings, name.lower()) for name in LIVE}
+        return {
+            name: str(v).lower() if isinstance(v, bool) else str(v) for name, v in values.items()
+        }
+
     def apply(self, change: ConfigChange, workers: Iterable[WorkerLink]) -> dict[str, str | int]:
         """Try a change; what to write into the `config` hash. A refused one changes nothing."""
         answer: dict[str, str | int] = {"change": change.change_id, "refused": ""}

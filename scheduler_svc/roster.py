@@ -12,8 +12,10 @@ from typing import NoReturn
 
 import structlog
 
+from scheduler_svc.chronicle import Chronicle
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.mirror import Mirror
+from scheduler_svc.traces import RequestTraces
 from scheduler_svc.worker_link import STREAM_TTL_S, WorkerLink, process_of
 from wire.bus import Bus, BusDownError, FencedError, Reader
 from wire.config import Settings
@@ -37,13 +39,23 @@ class Roster:
     """The workers that the leader schedules on."""
 
     def __init__(
-        self, bus: Bus, settings: Settings, scheduler: Scheduler, reader: Reader, mirror: Mirror
+        self,
+        bus: Bus,
+        settings: Settings,
+        scheduler: Scheduler,
+        reader: Reader,
+        *,
+        mirror: Mirror,
+        chronicle: Chronicle,
+        traces: RequestTraces | None = None,
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._scheduler = scheduler
         self._reader = reader
         self._mirror = mirror
+        self._chronicle = chronicle
+        self._traces = traces
         self._links: dict[str, WorkerLink] = {}  # by process
         self._by_results: dict[str, str] = {}  # key of a result stream -> process
         self._given_up: dict[str, WorkerLink] = {}
@@ -101,8 +113,14 @@ class Roster:
             link.last_step = self._scheduler.lanes[process].next_step - 1
         self._given_up[process] = link
         self._lost.append(link)
-        if process in self._scheduler.lanes:
+        says = reason
+        if (lane := self._scheduler.lanes.get(process)) is not None:
+            num_moved = len(lane.running) + len(lane.ending) + len(lane.swapped)
+            says = f"{reason}; requests that wait again: {num_moved}"
+            if self._traces is not None:
+                self._traces.lost(process)
             self._scheduler.remove_worker(process, is_orderly=is_orderly)
+        self._chronicle.note("worker_lost", link.name, says)
         log.warning("worker_lost", worker=process, reason=reason)
 
     async def _judge(self, fields_of: FieldsOf) -> None:
@@ -141,6 +159,7 @@ class Roster:
             except (KeyError, ValueError) as error:
                 self._refused.add(process)
                 log.error("worker_refused", worker=process, error=repr(error))
+                self._chronicle.note("worker_refused", name, str(error))
                 continue
             if before is not None:
                 link.last_step = before.last_step + 1
@@ -166,9 +185,8 @@ class Roster:
             await self._bus.publish_step(process, fence)
         except FencedError:
             return  # by a later leader, as the next commit will find out
-        await self._bus.write(
-            [("PERSIST", key) for key in (keys.steps(process), keys.results(process))]
-        )
+        streams = (keys.steps(process), keys.results(process))
+        await self._bus.write_as_leader(epoch, [("PERSIST", key) for key in streams])
         self._reader.cursors[keys.results(process)] = id_before(epoch, link.last_step)
         self._by_results[keys.results(process)] = process
         self._given_up.pop(process, None)
@@ -192,6 +210,7 @@ class Roster:
         self._unheard.discard(process)
         self._scheduler.add_worker(process, link.capacity, link.last_step)
         num_tokens = self._scheduler.adopt(process, result.held)
+        self._chronicle.note("worker_added", link.name, f"blocks: {link.capacity.num_blocks}")
         log.info(
             "worker_added",
             worker=process,
@@ -213,8 +232,9 @@ class Roster:
         """Let what a lost incarnation leaves behind fade, unless it comes back."""
         keys = self._bus.keys
         streams = (keys.steps(link.process), keys.results(link.process))
-        await self._bus.write([("EXPIRE", key, STREAM_TTL_S) for key in streams])
-        await self._mirror.clear([link.name])
+        fading = [("EXPIRE", key, STREAM_TTL_S) for key in streams]
+        await self._bus.write_as_leader(self._scheduler.epoch, fading)
+        await self._mirror.forget_worker(link.name)
 
     def _note_look(self) -> None:
         """After a time in which nobody could be heard, nobody's silence counts."""

@@ -17,6 +17,7 @@ from scheduler_svc.recording import check_record_file
 from wire.bus import Bus, BusDownError, FencedError, retrying
 from wire.config import Settings, new_incarnation, process_id
 from wire.service import connect, heartbeat
+from wire.traces import Tracing, open_tracing
 
 log = structlog.get_logger()
 
@@ -24,8 +25,10 @@ log = structlog.get_logger()
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Lead the pool or stand by for it, until told to stop."""
     check_record_file(settings.record_file)
+    name = process_id("scheduler")
+    tracing = open_tracing(settings, "scheduler", name)
     bus = await connect(settings, stopping)
-    candidate = Candidate(bus, settings, stopping)
+    candidate = Candidate(bus, settings, stopping, name, tracing)
     try:
         async with asyncio.TaskGroup() as group:
             beating = group.create_task(candidate.beat())
@@ -34,16 +37,26 @@ async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     finally:
         await candidate.withdraw()
         await bus.close()
+        if tracing is not None:
+            await tracing.close()
 
 
 class Candidate:
     """One process that leads, or would if the leader fell."""
 
-    def __init__(self, bus: Bus, settings: Settings, stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: Settings,
+        stopping: asyncio.Event,
+        name: str,
+        tracing: Tracing | None,
+    ) -> None:
         self._bus = bus
         self._settings = settings
         self._stopping = stopping
-        self._name = process_id("scheduler")
+        self._name = name
+        self._tracing = tracing
         self._incarnation = new_incarnation()
         self._owner = f"{self._name}.{self._incarnation}"
         self._epoch = 0  # that this process leads, 0: none
@@ -71,7 +84,9 @@ class Candidate:
                 continue
             self._epoch = epoch
             log.info("lead_taken", epoch=epoch)
-            leader = Leader(self._bus, self._settings, self._owner, epoch, now_ms)
+            leader = Leader(
+                self._bus, self._settings, self._owner, epoch, now_ms, tracing=self._tracing
+            )
             try:
                 await leader.lead(self._stopping)
             except* (FencedError, EpochOverError) as group:

@@ -28,8 +28,9 @@ SILENCE_S = 60.0
 class Sweeper:
     """Remembers since when each listed process has been silent."""
 
-    def __init__(self, bus: Bus, used: Callable[[], set[str]]) -> None:
+    def __init__(self, bus: Bus, epoch: int, used: Callable[[], set[str]]) -> None:
         self._bus = bus
+        self._epoch = epoch
         self._used = used  # the workers, as processes, that the leader has to do with
         self._has_looked = False
         self._silent_since: dict[tuple[str, str], float] = {}
@@ -62,9 +63,8 @@ class Sweeper:
         workers = await self._bus.processes("worker")
         alive = {process_of(name, fields) for name, fields in workers.items()} | self._used()
         dead = sorted(streams.keys() - alive)
-        await self._bus.write(
-            [("EXPIRE", key, STREAM_TTL_S, "NX") for process in dead for key in streams[process]]
-        )
+        fading = [("EXPIRE", key, STREAM_TTL_S, "NX") for one in dead for key in streams[one]]
+        await self._bus.write_as_leader(self._epoch, fading)
         self._has_looked = True
         if dead:
             log.info("dead_workers_found", workers=dead)

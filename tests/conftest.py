@@ -7,11 +7,13 @@ always does.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 
+from tests.fakes import reaper
 from tests.fakes.redis_server import KINDS, RedisServer, find_binary
 from wire.bus import Bus
 from wire.config import PREFIX, Settings, load
@@ -27,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Leave nothing behind: SIGTERM is as Ctrl-C, and what no clean-up reaches is killed."""
+    reaper.watch()
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     config.addinivalue_line("markers", "every_redis: runs on every kind of Redis server")
 
 

@@ -41,10 +41,11 @@ from wire.messages import (
     SchedulerOutput,
 )
 from wire.quota import UNLIMITED, Quota, QuotaError, num_tokens_at_most
-from wire.records import Records, text
+from wire.records import Records
 from wire.stream import Entry, Reader
 
 __all__ = [
+    "Argument",
     "Bus",
     "BusDownError",
     "BusError",
@@ -64,8 +65,8 @@ LATE_SUBMIT_S = 60.0  # how long the abort of an unknown request keeps it from b
 STREAM_LENGTH = 256  # entries kept of steps and results; both readers are at most a few behind
 DEAD_LENGTH = 1000
 
-_SUBMIT, _ASK, _ABORT, _LEAD, _COMMIT, _APPEND, _BEAT, _BURY = map(
-    Script, ("submit", "ask", "abort", "lead", "commit", "append", "beat", "bury")
+_SUBMIT, _ASK, _ABORT, _LEAD, _COMMIT, _APPEND, _BEAT, _BURY, _WRITE = map(
+    Script, ("submit", "ask", "abort", "lead", "commit", "append", "beat", "bury", "write")
 )
 
 
@@ -87,6 +88,11 @@ class ClaimedError(BusError):
 
 class Bus(Records):
     """One process's access to Redis. Make it with `connect`, end it with `close`."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._one_write = asyncio.Lock()
+        self._num_writes = 0
 
     @classmethod
     def connect(cls, settings: Settings) -> Bus:
@@ -188,23 +194,19 @@ class Bus(Records):
             _LEAD, [self.keys.leader(), self.keys.epoch()], [owner, 0, 0, 0]
         )
 
-    async def note_start(self) -> dict[str, str]:
+    async def note_start(self, epoch: int) -> dict[str, str]:
         """Count a leader's start; how many have not got through since, and what they suspected."""
-        commands: list[tuple[Argument, ...]] = [
-            ("HINCRBY", self.keys.starts(), "unfinished", 1),
-            ("HGETALL", self.keys.starts()),
-        ]
-        _, starts = await self._connection.commands(commands, atomic=True)
-        return text(starts)
+        await self.write_as_leader(epoch, [("HINCRBY", self.keys.starts(), "unfinished", 1)])
+        return await self._hash(self.keys.starts())
 
-    async def suspect(self, entry: str, deaths: int, reason: str = "") -> None:
+    async def suspect(self, epoch: int, entry: str, deaths: int, reason: str = "") -> None:
         """Leave word of what is going to be applied, and how many will have died if this dies."""
         words = ("entry", entry, "deaths", deaths, "reason", reason[:500])
-        await self._connection.command("HSET", self.keys.starts(), *words)
+        await self.write_as_leader(epoch, [("HSET", self.keys.starts(), *words)])
 
-    async def note_survival(self) -> None:
+    async def note_survival(self, epoch: int) -> None:
         """The start got through."""
-        await self._connection.command("DEL", self.keys.starts())
+        await self.write_as_leader(epoch, [("DEL", self.keys.starts())])
 
     async def publish_step(self, process: str, step: SchedulerOutput) -> None:
         """Append a step to a worker's stream; harmless to repeat. Await one before the next.
@@ -233,9 +235,25 @@ class Bus(Records):
         keys, args = commit.words(self.keys, retention_s)
         await self._connection.script(_COMMIT, keys, [epoch, number, *args])
 
-    async def write(self, commands: Sequence[tuple[str | int | float, ...]]) -> None:
-        """Send commands together, for mirrors that people read and nothing relies on."""
+    async def write(self, commands: Sequence[tuple[Argument, ...]]) -> None:
+        """Send commands together, with no guard at all; a refused one is skipped."""
         await self._connection.commands(commands, strict=False)
+
+    async def write_as_leader(self, epoch: int, commands: Sequence[tuple[Argument, ...]]) -> None:
+        """Send a leader's commands together, for what no entry id guards; a refused one is skipped.
+
+        Each names one key, and first; DEL any number. What was cut off may arrive half a minute
+        later, when the network is whole again: behind a later write it does nothing. Raises
+        FencedError if another epoch leads.
+        """
+        named = [words[1:] if words[0] == "DEL" else words[1:2] for words in commands]
+        keys = dict.fromkeys(str(key) for some in named for key in some)
+        packed = codec.pack_for_script([[_word(word) for word in words] for words in commands])
+        async with self._one_write:  # so that the order of the numbers is the order of arrival
+            self._num_writes += 1
+            first = [self.keys.epoch(), self.keys.last_write()]
+            args: list[Argument] = [epoch, self._num_writes, packed]
+            await self._connection.script(_WRITE, [*first, *keys], args)
 
     # ------------------------------------------------------------ worker
 
@@ -312,6 +330,10 @@ async def retrying(call: Callable[[], Awaitable[T]], max_pause_s: float = 1.0) -
         except BusDownError:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, max_pause_s)
+
+
+def _word(word: Argument) -> str | bytes:
+    return word if isinstance(word, bytes) else str(word)
 
 
 def _stored_fields(request: EngineCoreRequest, record: AnswerRecord | None) -> bytes:

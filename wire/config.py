@@ -15,6 +15,7 @@ import socket
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from dotenv import dotenv_values
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -123,6 +124,11 @@ class Settings(BaseSettings):
     log_prompts: bool = Field(
         False, description="Write the bodies of requests, prompts and all, into the log."
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        description="OTLP/HTTP collector that gets traces, as `http://host:4318`; needs the extra "
+        "`otel`.",
+    )
     record_file: Path | None = Field(
         None,
         description="Where the scheduler writes all it hears and decides, for "
@@ -144,6 +150,11 @@ class Settings(BaseSettings):
         None,
         description="Memory for blocks; on the CPU a quarter of what is free at start, 4 GiB at "
         "most, by default.",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="Numbers of the KV cache; `auto`: those of the model, `fp8`: one byte each, "
+        "which only the Triton kernels of a GPU read.",
     )
     attention_backend: Literal["auto", "triton", "cpu", "torch"] = Field(
         "auto", description="Which attention the worker uses."
@@ -212,6 +223,9 @@ class Settings(BaseSettings):
 
     # -- limits and times
     max_body_bytes: PositiveInt = Field(16 * 1024 * 1024, description="Largest HTTP request body.")
+    client_timeout_s: Seconds = Field(
+        75, description="How long a client may take to send a request, or keep a connection idle."
+    )
     orphan_grace_s: Seconds = Field(
         30, description="How long a resumable request runs on without any gateway."
     )
@@ -235,6 +249,14 @@ class Settings(BaseSettings):
     @classmethod
     def _usable_address(cls, value: str) -> str:
         return address.check(value)
+
+    @field_validator("otlp_endpoint")
+    @classmethod
+    def _usable_collector(cls, value: str | None) -> str | None:
+        parts = urlsplit(value or "http://host")
+        if parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0:
+            raise ValueError("must be like http://host:4318 or https://host/path")
+        return value
 
     @model_validator(mode="after")
     def _budget_fits(self) -> Settings:

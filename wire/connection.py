@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from importlib import resources
 from typing import Any
 
@@ -23,6 +25,7 @@ from wire.config import Settings, SettingsError
 
 COMMAND_TIMEOUT_S = 2.0
 SENTINEL_TIMEOUT_S = 0.5  # of each one that is asked where the server is
+SENTINEL_LOOK_S = 1.0  # between two times that they are asked while there is a connection
 MAX_CONNECTIONS = 16
 
 Argument = str | bytes | int | float
@@ -80,6 +83,7 @@ class Connection:
         self._timeout_s = COMMAND_TIMEOUT_S + wait_s
         self._redis, self._sentinel = _clients(settings.redis_url, _password(settings))
         self._turns = asyncio.Semaphore(limit)
+        self._look_again_at = 0.0
 
     async def command(self, *words: Argument) -> Any:
         """Send one command; the reply in the client's form. Raises BusError and its kinds."""
@@ -125,11 +129,24 @@ class Connection:
             raise BusDownError("too many commands wait for Redis") from None
         try:
             async with asyncio.timeout(self._timeout_s):
+                await self._look_for_the_primary()
                 return await _named(send(*args))
         except TimeoutError:
             raise BusDownError(f"Redis did not answer within {self._timeout_s:g} s") from None
+        except BusDownError:
+            self._look_again_at = 0.0
+            raise
         finally:
             self._turns.release()
+
+    async def _look_for_the_primary(self) -> None:
+        """Leave a server that was deposed, which may not know yet, and would answer for seconds."""
+        if self._sentinel is None or time.monotonic() < self._look_again_at:
+            return
+        self._look_again_at = time.monotonic() + SENTINEL_LOOK_S
+        pool: Any = self._redis.connection_pool
+        with suppress(redis_errors.RedisError):  # a connection that is there may serve all the same
+            await pool.get_master_address()  # closes all that lead elsewhere
 
 
 class _NoScriptError(BusError):
@@ -169,7 +186,8 @@ def _refusal(text: str) -> BusError:
 def _clients(url: str, password: str | None) -> tuple[aioredis.Redis, sentinel.Sentinel | None]:
     """Prepare the client of a server, and of the Sentinels that say which one it is.
 
-    A connection asks them when it is made, and is given up when its server is no master any more.
+    A connection asks them when it is made, and is given up when its server is no master any more,
+    which is looked at now and then.
     """
     # The client's own timeout swallows a cancellation now and then (asyncio.wait_for before
     # Python 3.12 does), so time is kept in Connection.

@@ -100,6 +100,30 @@ class Keys:
         """Hash: block table of each request that runs on a worker, as "3 7 12"."""
         return self._key("blocks", worker)
 
+    def cpu_blocks(self, worker: str) -> str:
+        """Hash: blocks of a worker's CPU pool that each swapped request holds, as "3 7 12"."""
+        return self._key("cpu_blocks", worker)
+
+    def cached(self, worker: str) -> str:
+        """Bitmap: bit n is 1 if nobody holds block n of a worker and its content may be hit."""
+        return self._key("cached", worker)
+
+    def life(self) -> str:
+        """Hash: what each request that has not ended went through, as `wire.life` writes it."""
+        return self._key("life")
+
+    def ended(self) -> str:
+        """Stream: the lives of the requests that ended last."""
+        return self._key("ended")
+
+    def events(self) -> str:
+        """Stream: what happened lately that people want to hear of."""
+        return self._key("events")
+
+    def limits(self) -> str:
+        """Hash: those settings in force that can be changed while running."""
+        return self._key("limits")
+
     # -- steps and outputs; `process` is "<id>.<incarnation>"
 
     def steps(self, process: str) -> str:
@@ -131,6 +155,10 @@ class Keys:
     def epoch(self) -> str:
         """Number: fencing token of the leader."""
         return self._key("epoch")
+
+    def last_write(self) -> str:
+        """String: epoch and number of the leader's last write of those that no entry id guards."""
+        return self._key("last_write")
 
     def starts(self) -> str:
         """Hash: starts of leaders that did not get through, and the entry they may have died on."""

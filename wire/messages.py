@@ -106,6 +106,7 @@ class EngineCoreRequest:
     cache_salt: str | None = None
     resumable: bool = False
     output_token_ids: TokenIds = field(default_factory=token_ids)
+    traceparent: str | None = None  # what is done for it is traced below this span
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,7 @@ class NewRequestData:
     num_computed_tokens: int  # keys and values of tokens [0, this) are in the blocks already
     num_scheduled_tokens: int
     sampling: SamplingParams
+    traceparent: str | None = None  # of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +300,7 @@ class FinishedRequest:
     error: str | None = None
     error_code: ErrorCode | None = None
     num_preemptions: int = 0
+    preempted_ms: int = 0  # that it waited after preemptions, in all
 
 
 @dataclass(frozen=True, slots=True)

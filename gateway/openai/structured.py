@@ -8,7 +8,8 @@ from pydantic import Field, model_validator
 
 from gateway.openai.body import Body, wrong
 
-MAX_GRAMMAR_LENGTH = 128 * 1024  # characters of a schema, an expression or a grammar
+MAX_GRAMMAR_LENGTH = 128 * 1024  # characters of a schema or an expression
+MAX_SOURCE_LENGTH = 32 * 1024  # of a grammar: GBNF is translated while everybody waits
 MAX_SCHEMA_DEPTH = 64
 MAX_CHOICES_OF_TEXT = 1024
 
@@ -55,7 +56,7 @@ class StructuredOutputs(Body):
         ]
         | None
     ) = None
-    grammar: Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)] | None = None
+    grammar: Annotated[str, Field(min_length=1, max_length=MAX_SOURCE_LENGTH)] | None = None
     json_object: bool | None = None
 
     @model_validator(mode="after")

@@ -5,9 +5,9 @@ Owns the vocabulary between the model and the backends. Computes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,21 @@ class AttentionMetadata:
     seq_lens: IntArray  # (S,) on the host
     slot_mapping: Tensor  # (T,) int64: block id * block_size + offset, where a token's K, V belong
     block_tables: Tensor  # (S, B) int64
+
+
+@dataclass(frozen=True, slots=True)
+class StaticDecodes:
+    """B sequences of one query token each, in tensors that never move: a CUDA graph reads them.
+
+    A sequence of padding has the length 0 and the slot -1. What the tensors hold when attention
+    is captured means nothing.
+    """
+
+    slot_mapping: Tensor  # (B,) int64
+    seq_lens: Tensor  # (B,) int32
+    block_tables: Tensor  # (B, C) int32
+    work_starts: Mapping[int, Tensor]  # by sliding window, 0 for none: see kernels.decode_plan
+    max_items: int  # pieces that attention has room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +98,14 @@ class PagedBackend(AttentionBackend, Protocol):
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
         """The blocks of a layer, K and V; the first dimension of both is the block."""
+
+
+@runtime_checkable
+class StaticBackend(PagedBackend, Protocol):
+    """A backend of a GPU: it waits for no device, and a CUDA graph can hold what it does."""
+
+    def begin_static_step(self, decodes: StaticDecodes) -> None:
+        """Prepare a step like `begin_step`, of which the host knows no number."""
 
 
 def paged_attention(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import structlog
@@ -34,7 +35,11 @@ def select_backend(
         except NoLibraryError as error:
             if choice == name:
                 raise SettingsError(f"ATTENTION_BACKEND={name}: {error}") from None
+            if settings.kv_cache_dtype != "auto":
+                raise _no_such_cache(settings, str(error)) from None
             log.warning("attention_in_plain_torch", reason=str(error))
+    if settings.kv_cache_dtype != "auto":
+        raise _no_such_cache(settings, "this worker attends in plain torch")
     return TorchAttention(settings.block_size, dtype, device)
 
 
@@ -43,11 +48,14 @@ def _triton(
 ) -> PagedBackend:
     if device.type != "cuda":
         raise NoLibraryError(f"the device is {device.type}")
+    # Beside the models: what is compiled once then outlives the container.
+    os.environ.setdefault("TRITON_CACHE_DIR", str(settings.model_cache_dir / "kernels" / "triton"))
     try:
         from gpu_worker.attention.triton import TritonAttention  # noqa: PLC0415 - not everywhere
     except ImportError as error:
         raise NoLibraryError(str(error)) from None
-    backend = TritonAttention(settings.block_size, dtype, device)
+    is_float8 = settings.kv_cache_dtype == "fp8"
+    backend = TritonAttention(settings.block_size, dtype, device, is_float8=is_float8)
     backend.prepare(shapes)
     return backend
 
@@ -57,6 +65,15 @@ def _native(
 ) -> PagedBackend:
     if device.type != "cpu":
         raise NoLibraryError(f"the device is {device.type}")
+    if settings.kv_cache_dtype != "auto":
+        raise _no_such_cache(settings, "the device is cpu")
     backend = CpuAttention(settings.block_size, dtype, settings.model_cache_dir / "kernels")
     backend.prepare(shapes)
     return backend
+
+
+def _no_such_cache(settings: Settings, reason: str) -> SettingsError:
+    return SettingsError(
+        f"KV_CACHE_DTYPE={settings.kv_cache_dtype}: only the Triton kernels of a GPU read it, and "
+        f"{reason}; `auto` works here"
+    )

@@ -14,11 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.attention.base import AttentionMetadata, IntArray, KVShape, LayerAttention
+from gpu_worker.attention.base import (
+    AttentionMetadata,
+    IntArray,
+    KVShape,
+    LayerAttention,
+    StaticDecodes,
+)
 from gpu_worker.native.library import NoLibraryError
+from gpu_worker.transfer import to_device
 from kernels.decode_attention import attend_decodes
-from kernels.decode_plan import DecodePlan, plan_decodes
-from kernels.paged_cache import PagedCache
+from kernels.decode_plan import DecodePlan, plan_decodes, repeatable_plan
+from kernels.paged_cache import PagedCache, float8_of
 from kernels.prefill_attention import attend_ragged
 from kernels.reshape_and_cache import reshape_and_cache
 
@@ -28,9 +35,9 @@ class _Step:
     """What all layers of a step share, on the device."""
 
     num_decodes: int
-    decode_lens: IntArray  # (num_decodes,) on the host
+    decode_lens: IntArray  # (num_decodes,) on the host; none if the plans are there already
     seq_lens: Tensor  # (S,) int32
-    query_start_loc: Tensor  # (S + 1,) int32
+    query_start_loc: Tensor  # (S + 1,) int32; empty if all are decodes
     block_tables: Tensor  # (S, B) int32
     slot_mapping: Tensor  # (T,) int64
 
@@ -38,18 +45,39 @@ class _Step:
 class TritonAttention:
     """The fast backend of a GPU worker. See `AttentionBackend` for what its methods promise."""
 
-    def __init__(self, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, block_size: int, dtype: torch.dtype, device: torch.device, *, is_float8: bool = False
+    ) -> None:
+        """Attend with numbers of `dtype`; with `is_float8` the cache holds them in a byte each."""
         self._block_size = block_size
-        self._dtype = dtype
+        self._query_dtype = dtype
+        self._dtype = float8_of(device) if is_float8 else dtype
         self._device = device
+        # What is stored is the number itself: without data to calibrate by, any scale is a guess.
+        self._scale = torch.ones(1, device=device) if is_float8 else None
         self._caches: list[PagedCache] = []
         self._step: _Step | None = None
         self._plans: dict[int, DecodePlan] = {}  # of this step, by window
 
     def prepare(self, shapes: Sequence[KVShape]) -> None:
-        """Raise NoLibraryError unless the kernels know layers of these shapes."""
-        for shape in dict.fromkeys(shapes):
-            self._cache(shape, num_blocks=1)
+        """Raise NoLibraryError unless the kernels know layers of these shapes, and can be compiled.
+
+        Triton wants a C compiler on the machine, which only a first launch shows.
+        """
+        caches = [self._cache(shape, num_blocks=1) for shape in dict.fromkeys(shapes)]
+        self._try_a_kernel(caches[0])
+
+    def _try_a_kernel(self, cache: PagedCache) -> None:
+        slots = torch.zeros(1, dtype=torch.int64, device=self._device)
+        key, value = (
+            torch.zeros(1, *pool.shape[1::2], dtype=self._query_dtype, device=self._device)
+            for pool in (cache.key, cache.value)
+        )
+        try:
+            reshape_and_cache(key, value, cache, slots)
+        except Exception as error:  # the compiler's, the driver's, the assembler's
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise NoLibraryError(f"no kernel can be compiled here: {reason[0]}") from error
 
     def alloc_kv(self, shapes: Sequence[KVShape], num_blocks: int) -> None:
         """Make the cache. Memory that was never written may hold anything."""
@@ -65,7 +93,7 @@ class TritonAttention:
         starts, lens = metadata.query_start_loc, metadata.seq_lens
         not_one = np.flatnonzero(np.diff(starts) != 1)
         num_decodes = int(not_one[0]) if len(not_one) else len(lens)
-        both = torch.from_numpy(np.concatenate((lens, starts)).astype(np.int32)).to(self._device)
+        both = to_device(np.concatenate((lens, starts)).astype(np.int32), self._device)
         self._plans.clear()
         self._step = _Step(
             num_decodes,
@@ -75,6 +103,22 @@ class TritonAttention:
             metadata.block_tables.int(),
             metadata.slot_mapping,
         )
+
+    def begin_static_step(self, decodes: StaticDecodes) -> None:
+        """Let all layers read the tensors given, now and whenever a graph repeats them."""
+        num_seqs = len(decodes.seq_lens)
+        self._step = _Step(
+            num_seqs,
+            np.zeros(0, dtype=np.int64),
+            decodes.seq_lens,
+            decodes.seq_lens[:0],
+            decodes.block_tables,
+            decodes.slot_mapping,
+        )
+        self._plans = {
+            window: repeatable_plan(decodes.seq_lens, starts, window, max_items=decodes.max_items)
+            for window, starts in decodes.work_starts.items()
+        }
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Store key (HK, T, DK) and value (HK, T, DV) by the slot mapping."""
@@ -100,6 +144,8 @@ class TritonAttention:
                 sinks=how.sinks,
                 out=out[:decodes],
             )
+        if decodes == len(step.seq_lens):
+            return out
         attend_ragged(
             by_token,
             cache,
@@ -122,17 +168,16 @@ class TritonAttention:
         return plan
 
     def _cache(self, shape: KVShape, num_blocks: int) -> PagedCache:
-        try:
-            return PagedCache(
-                *(
-                    torch.empty(
-                        (num_blocks, shape.num_kv_heads, self._block_size, dim),
-                        dtype=self._dtype,
-                        device=self._device,
-                    )
-                    for dim in (shape.key_dim, shape.value_dim)
-                )
+        key, value = (
+            torch.empty(
+                (num_blocks, shape.num_kv_heads, self._block_size, dim),
+                dtype=self._dtype,
+                device=self._device,
             )
+            for dim in (shape.key_dim, shape.value_dim)
+        )
+        try:
+            return PagedCache(key, value, self._scale, self._scale)
         except ValueError as error:
             raise NoLibraryError(str(error)) from None
 

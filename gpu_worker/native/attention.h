@@ -3,9 +3,10 @@
 // Compiled for one head size at a time: DK and DV are the key and value sizes.
 //
 // The cache of a layer, for each block and key/value head h:
-//     K  [block][h][group][DK][16]   16 tokens side by side: scores need no sum across a register
-//     V  [block][h][token][DV]
-// where a group is 16 tokens; a block holds block_size / 16 groups.
+//     K  [block][h][group][DK / P][16][P]   16 tokens side by side: scores need no sum across a register
+//     V  [block][h][token / P][DV][P]
+// where a group is 16 tokens; a block holds block_size / 16 groups; and P is PACK: numbers that are
+// multiplied and added up by one instruction lie side by side.
 //
 // A *tile* is up to R query rows of one sequence and one kv head: query position and head of the
 // group (GQA) packed together, so that each key and value that is loaded serves R rows. A row sees
@@ -28,6 +29,9 @@ static_assert(GROUP % VL == 0 && DV % VL == 0, "sizes are multiples of the vecto
 
 // ------------------------------------------------------------------ one tile
 
+// Have a line come into the second cache: more of them can be on their way than into the first.
+inline void ask_for(const char *line) { __builtin_prefetch(line, 0, 2); }
+
 struct Layer {
     int64_t num_kv_heads, block_size;
     float scale;    // of the scores
@@ -47,8 +51,9 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
                  int64_t head, const Layer &layer) {
     constexpr int W = DV / VL;
     constexpr int SLICES = N <= 4 && W % 4 == 0 ? 4 : N <= 8 && W % 2 == 0 ? 2 : 1;
-    static_assert(DK % 2 == 0, "numbers of a key are added up in pairs");
-    alignas(64) float q[DK][N];
+    constexpr int P = PACK<T>;
+    static_assert(DK % (2 * P) == 0, "packs of a key are added up by turns");
+    alignas(64) T q[DK / P][N][P];
     vec acc[N][W];
     float top[N];   // running maximum of each row
     vec total[N];   // and sum of powers of two, over all lanes
@@ -59,7 +64,7 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
         top[r] = rows[r].sink == NONE ? NONE : rows[r].sink * LOG2E;
         total[r] = vec{};
         if (rows[r].sink != NONE) total[r][0] = 1.f;
-        for (int d = 0; d < DK; d++) q[d][r] = to_float(rows[r].query[d]) * factor;
+        for (int d = 0; d < DK; d++) q[d / P][r][d % P] = rows[r].query[d];
         for (int w = 0; w < W; w++) acc[r][w] = vec{};
         begin = std::min(begin, rows[r].first);
         end = std::max(end, rows[r].last);
@@ -89,19 +94,20 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
         vec s[N][LANES], odd[N][LANES];  // two sums for each: adding up has a latency
         for (int r = 0; r < N; r++)
             for (int l = 0; l < LANES; l++) s[r][l] = odd[r][l] = vec{};
-        for (int d = 0; d < DK; d += 2)
+        for (int d = 0; d < DK; d += 2 * P)
             for (int l = 0; l < LANES; l++) {
-                __builtin_prefetch(next_k + (d * GROUP + l * VL) * sizeof(T));
-                const vec k0 = load(k + d * GROUP + l * VL);
-                const vec k1 = load(k + (d + 1) * GROUP + l * VL);
-                for (int r = 0; r < N; r++) s[r][l] += k0 * q[d][r];
-                for (int r = 0; r < N; r++) odd[r][l] += k1 * q[d + 1][r];
+                const T *at = k + d * GROUP + l * VL * P;
+                ask_for(next_k + (d * GROUP + l * VL * P) * sizeof(T));
+                ask_for(next_k + ((d + P) * GROUP + l * VL * P) * sizeof(T));
+                const auto k0 = load_packs(at), k1 = load_packs(at + P * GROUP);
+                for (int r = 0; r < N; r++) s[r][l] = dot(s[r][l], q[d / P][r], k0);
+                for (int r = 0; r < N; r++) odd[r][l] = dot(odd[r][l], q[d / P + 1][r], k1);
             }
         for (int r = 0; r < N; r++)
-            for (int l = 0; l < LANES; l++) s[r][l] += odd[r][l];
+            for (int l = 0; l < LANES; l++) s[r][l] = (s[r][l] + odd[r][l]) * factor;
 
         const bool is_edge = t0 < full_begin || t0 + GROUP > full_end;
-        alignas(64) float p[N][GROUP];
+        alignas(64) T p[N][GROUP];
         for (int r = 0; r < N; r++) {
             float peak = top[r];
             for (int l = 0; l < LANES; l++) {
@@ -115,7 +121,7 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
                 peak = std::max(peak, max_of(s[r][l]));
             }
             if (peak == NONE) {  // this row sees nothing yet, or nothing that is a number
-                for (int t = 0; t < GROUP; t++) p[r][t] = 0.f;
+                for (int t = 0; t < GROUP; t++) p[r][t] = 0;
                 for (int l = 0; l < LANES; l++)
                     total[r] = pick(s[r][l] != s[r][l], s[r][l], total[r]);
                 continue;
@@ -142,11 +148,15 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
             vec a[N][SLICES];
             for (int r = 0; r < N; r++)
                 for (int i = 0; i < SLICES; i++) a[r][i] = acc[r][w + i];
-            for (int t = from; t < to; t++)
+            for (int t = from - from % P; t < to; t += P)
                 for (int i = 0; i < SLICES; i++) {
-                    __builtin_prefetch(next_v + (t * DV + (w + i) * VL) * sizeof(T));
-                    const vec vt = load(v + t * DV + (w + i) * VL);
-                    for (int r = 0; r < N; r++) a[r][i] += vt * p[r][t];
+                    ask_for(next_v + (t * DV + (w + i) * VL * P) * sizeof(T));
+                    auto packs = load_packs(v + t * DV + (w + i) * VL * P);
+                    if constexpr (P == 2) {
+                        if (t < from) packs &= 0xffff0000u;
+                        if (t + 1 >= to) packs &= 0x0000ffffu;
+                    }
+                    for (int r = 0; r < N; r++) a[r][i] = dot(a[r][i], p[r] + t, packs);
                 }
             for (int r = 0; r < N; r++)
                 for (int i = 0; i < SLICES; i++) acc[r][w + i] = a[r][i];
@@ -237,14 +247,16 @@ struct Attention {  // one layer's, cut into items that may be done in any order
 template <class T>
 void write_token(const Step &step, int64_t t, const T *key, int64_t k_head, const T *value,
                  int64_t v_head, T *keys, T *values) {
+    constexpr int P = PACK<T>;
     if (step.slots[t] < 0) return;
     const int64_t groups_per_block = step.block_size / GROUP;
     const int64_t block = step.slots[t] / step.block_size, place = step.slots[t] % step.block_size;
     for (int64_t h = 0; h < step.num_kv_heads; h++) {
         const int64_t at = block * step.num_kv_heads + h;
-        T *k = keys + (at * groups_per_block + place / GROUP) * DK * GROUP + place % GROUP;
-        for (int d = 0; d < DK; d++) k[d * GROUP] = key[h * k_head + d];
-        memcpy(values + (at * step.block_size + place) * DV, value + h * v_head, DV * sizeof(T));
+        T *k = keys + (at * groups_per_block + place / GROUP) * DK * GROUP + place % GROUP * P;
+        T *v = values + (at * step.block_size + place / P * P) * DV + place % P;
+        for (int d = 0; d < DK; d++) k[d / P * P * GROUP + d % P] = key[h * k_head + d];
+        for (int d = 0; d < DV; d++) v[d * P] = value[h * v_head + d];
     }
 }
 

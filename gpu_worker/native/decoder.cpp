@@ -41,7 +41,7 @@ struct Work {
     int64_t max_tokens;          // that the arena is for
     int64_t first_layer, last_layer;
     double *seconds;  // [KINDS] of phases, counted up
-    int64_t has_tiles, is_invariant;
+    int64_t has_tiles, is_invariant, num_threads;
 };
 
 enum Kind { PRODUCTS, ATTENTION, ROTARY, NORMS, KINDS };
@@ -51,7 +51,6 @@ inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 template <class T, class W>
 class Forward {
     using Act = typename Beside<W>::Act;
-    using Sum = typename Beside<W>::Sum;
     static constexpr bool IS_SCALED = std::is_same_v<W, int8_t>;
 
     struct Rows {  // of a matrix with a stride
@@ -65,7 +64,8 @@ class Forward {
         : d(decoder), step(step), work(work),
           machine{work.has_tiles != 0, work.is_invariant != 0},
           num_tokens(step.num_tokens), x_stride(padded(d.hidden, COLS)),
-          act_stride(padded(std::max({d.hidden, d.intermediate, d.num_heads * DV}), 64)) {
+          act_stride(padded(std::max({d.hidden, d.intermediate, d.num_heads * DV}), SHARE)),
+          num_shares(act_stride / SHARE) {
         char *at = work.arena;
         const int64_t rows = padded(work.max_tokens, BLOCK_ROWS);
         const auto take = [&](int64_t bytes) {
@@ -74,7 +74,7 @@ class Forward {
             return taken;
         };
         acts = (Act *)take(rows * act_stride * sizeof(Act));
-        scales = (float *)take(rows * sizeof(float));
+        scales = (float *)take(rows * num_shares * sizeof(float));
         qkv.stride = padded((d.num_heads + 2 * d.num_kv_heads) * DK, COLS);
         attended.stride = padded(d.num_heads * DV, 64);
         activated.stride = padded(d.intermediate, 64);
@@ -88,7 +88,7 @@ class Forward {
     void run() {
         const auto first_tile = Attention<T>::first_tiles(step);
         Team team;
-#pragma omp parallel
+#pragma omp parallel num_threads(work.num_threads)
         {
             const TileConfig tiles(machine.has_tiles);
             Member me(team, work.seconds);
@@ -152,7 +152,7 @@ class Forward {
         const auto numbers = [&](int64_t i) { return load(row + i) * factor * load(weight + i); };
         Act *out = acts + to * act_stride;
         if constexpr (IS_SCALED)
-            quantize(d.hidden, numbers, out, scales + to);
+            quantize(d.hidden, numbers, out, scales + to * num_shares);
         else
             for (int64_t i = 0; i < d.hidden; i += VL) store(out + i, numbers(i));
     }
@@ -192,7 +192,7 @@ class Forward {
         if constexpr (IS_SCALED) {
             me.each(NORMS, num_tokens, [&](int64_t t) {
                 quantize(n, [&](int64_t i) { return load(rows[t] + i); }, acts + t * act_stride,
-                         scales + t);
+                         scales + t * num_shares);
             });
             multiply(me, acts, act_stride, num_tokens, linear, add);
         } else {
@@ -211,16 +211,16 @@ class Forward {
             const int64_t panel = item % num_panels, first = item / num_panels * AT_ONCE;
             const int64_t end = std::min(num_rows, first + AT_ONCE);
             const W *weights = (const W *)linear.weights + panel * COLS * linear.num_inputs;
-            alignas(64) Sum sums[BLOCK_ROWS * COLS];
             alignas(64) float numbers[BLOCK_ROWS * COLS];
             for (int64_t row = first; row < end; row += BLOCK_ROWS) {
                 const int rows = int(std::min<int64_t>(BLOCK_ROWS, end - row));
-                machine.block<W>(a + row * stride, stride, rows, weights, linear.num_inputs, sums);
-                float *y = numbers;
                 if constexpr (IS_SCALED)
-                    scale_back(linear, panel * COLS, scales + row, rows, sums, y);
+                    multiply_shares(machine, linear, panel, a + row * stride, stride,
+                                    scales + row * num_shares, num_shares, rows, weights, numbers);
                 else
-                    y = sums;
+                    machine.block<W>(a + row * stride, stride, rows, weights, linear.num_inputs,
+                                     numbers);
+                float *y = numbers;
                 for (int r = 0; r < rows; r++, y += COLS) {
                     if (linear.bias)
                         for (int i = 0; i < COLS; i++) y[i] += linear.bias[panel * COLS + i];
@@ -234,9 +234,9 @@ class Forward {
     const Step &step;
     const Work &work;
     const Machine machine;
-    const int64_t num_tokens, x_stride, act_stride;
+    const int64_t num_tokens, x_stride, act_stride, num_shares;
     Act *acts;
-    float *scales;  // of the rows in acts
+    float *scales;  // [rows][num_shares] of acts
     Rows qkv, attended, activated;
     int64_t size;
 };
@@ -244,6 +244,8 @@ class Forward {
 }  // namespace
 
 extern "C" int64_t has_tiles() { return ask_for_tiles(); }
+
+extern "C" int64_t most_threads() { return omp_get_max_threads(); }
 
 extern "C" void forward(const Decoder *decoder, const Step *step, const Work *work) {
     Forward<MODEL_TYPE, WEIGHT_TYPE>(*decoder, *step, *work).run();

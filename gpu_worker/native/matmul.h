@@ -3,7 +3,8 @@
 // A *panel* holds the weights of COLS outputs, as the inner loop reads them:
 //     float      [inputs][COLS]
 //     bfloat16   [inputs / 2][COLS][2]    pairs of inputs, which one instruction multiplies and adds
-//     int8       [inputs / 4][COLS][4]    fours, likewise; activations are uint8 around ZERO
+//     int8       [inputs / 4][COLS][4]    fours, likewise; activations are uint8 around ZERO, with a
+//                                         scale for each SHARE of a row's inputs
 // Inputs are padded to whole tiles with zeros, outputs to whole panels.
 //
 // Three forms of the inner loop: tiles (AMX), dot-product instructions (AVX-512), and vectors of
@@ -28,48 +29,23 @@ constexpr int COLS = 32;        // outputs of a panel
 constexpr int NV = COLS / VL;   // vectors that hold one number for each of them
 constexpr int BLOCK_ROWS = 32;  // rows that go through a panel together
 constexpr int ZERO = 128;       // what an activation of zero is as uint8
-constexpr int AHEAD = 16384;    // bytes of weights that are asked for before they are needed
+constexpr int SHARE = 64;       // inputs of a row that are quantized together
+// Bytes of weights that are asked for before they are needed.
+constexpr int AHEAD = 4096, TILES_AHEAD = 16384;
 
 struct Linear {  // as decoder.py fills it
     const void *weights;  // panels
     const float *scales;  // int8: of each output
-    const int32_t *sums;  // int8: of each output's weights
+    const int32_t *sums;  // int8: [shares][outputs], of each output's weights in a share
     const float *bias;    // or none
     int64_t num_outputs, num_inputs;  // padded
 };
 
 // What rows of activations look like beside weights of a type, and what they add up to.
 template <class W> struct Beside;
-template <> struct Beside<float> { using Act = float; using Sum = float; static constexpr int PACK = 1; };
-template <> struct Beside<uint16_t> { using Act = uint16_t; using Sum = float; static constexpr int PACK = 2; };
-template <> struct Beside<int8_t> { using Act = uint8_t; using Sum = int32_t; static constexpr int PACK = 4; };
-
-inline vec dot(vec sum, const float *a, const float *w) { return sum + load(w) * *a; }
-inline vec dot(vec sum, const uint16_t *a, const uint16_t *w) {
-    uint32_t pair;
-    memcpy(&pair, a, 4);
-#ifdef __AVX512BF16__
-    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair),
-                                 (__m512bh)_mm512_loadu_si512(w));
-#else
-    uvec both;
-    memcpy(&both, w, sizeof both);
-    sum += (vec)(both << 16) * to_float(a[0]);
-    return sum + (vec)(both & 0xffff0000u) * to_float(a[1]);
-#endif
-}
-inline ivec dot(ivec sum, const uint8_t *a, const int8_t *w) {
-#ifdef __AVX512VNNI__
-    uint32_t four;
-    memcpy(&four, a, 4);
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(four), _mm512_loadu_si512(w));
-#else
-    ivec all_four;
-    memcpy(&all_four, w, sizeof all_four);
-    for (int i = 0; i < 4; i++) sum += ((all_four << (24 - 8 * i)) >> 24) * int32_t(a[i]);
-    return sum;
-#endif
-}
+template <> struct Beside<float> { using Act = float; using Sum = float; };
+template <> struct Beside<uint16_t> { using Act = uint16_t; using Sum = float; };
+template <> struct Beside<int8_t> { using Act = uint8_t; using Sum = int32_t; };
 
 // M rows through one panel; U sums that are added up at the end hide the latency of adding.
 template <class W, int M, int U>
@@ -77,19 +53,21 @@ void vector_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, i
                  typename Beside<W>::Sum *out) {
     using Sum = typename Beside<W>::Sum;
     using Vec = std::conditional_t<std::is_same_v<Sum, float>, vec, ivec>;
-    constexpr int PACK = Beside<W>::PACK;
+    constexpr int STEP = PACK<W>;
     Vec sum[U][M][NV];
     for (int u = 0; u < U; u++)
         for (int m = 0; m < M; m++)
             for (int v = 0; v < NV; v++) sum[u][m][v] = Vec{};
-    for (int64_t i = 0; i < k; i += PACK * U)
+    for (int64_t i = 0; i < k; i += STEP * U)
         for (int u = 0; u < U; u++) {
-            const W *at = w + (i + u * PACK) * COLS;
+            const W *at = w + (i + u * STEP) * COLS;
             __builtin_prefetch((const char *)at + AHEAD);
-            if (sizeof(W) * PACK * COLS > 64) __builtin_prefetch((const char *)at + AHEAD + 64);
+            if (sizeof(W) * STEP * COLS > 64) __builtin_prefetch((const char *)at + AHEAD + 64);
+            decltype(load_packs(at)) packs[NV];
+            for (int v = 0; v < NV; v++) packs[v] = load_packs(at + v * VL * STEP);
             for (int m = 0; m < M; m++)
                 for (int v = 0; v < NV; v++)
-                    sum[u][m][v] = dot(sum[u][m][v], a + m * stride + i + u * PACK, at + v * VL * PACK);
+                    sum[u][m][v] = dot(sum[u][m][v], a + m * stride + i + u * STEP, packs[v]);
         }
     for (int m = 0; m < M; m++)
         for (int v = 0; v < NV; v++) {
@@ -161,7 +139,7 @@ void tile_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int
         const char *at = (const char *)(w + i * COLS);
         const auto ask = [&](int quarter) {  // little at a time, or it holds up the tiles
             for (int o = 0; o < 512; o += 64)
-                __builtin_prefetch(at + AHEAD + quarter * 512 + o, 0, 2);
+                __builtin_prefetch(at + TILES_AHEAD + quarter * 512 + o, 0, 2);
         };
         ask(0);
         _tile_loadd(6, at, 128);
@@ -217,35 +195,61 @@ struct Machine {
     }
 };
 
-// Sums of int8 products as numbers: scaled back by row and by output.
-inline void scale_back(const Linear &linear, int64_t first, const float *row_scales, int rows,
-                       const int32_t *sums, float *out) {
+// What a panel makes of `rows` of int8 activations, whose scales are [rows][shares]: share by share,
+// since what one makes is an integer and the rest are numbers.
+inline void multiply_shares(const Machine &machine, const Linear &linear, int64_t panel,
+                            const uint8_t *a, int64_t stride, const float *scales,
+                            int64_t num_shares, int rows, const int8_t *w, float *out) {
+    alignas(64) int32_t sums[BLOCK_ROWS * COLS];
+    ivec zeros[NV];
+    vec numbers[NV];
+    for (int i = 0; i < rows * COLS; i++) out[i] = 0.f;
+    for (int64_t share = 0; share * SHARE < linear.num_inputs; share++) {
+        machine.block<int8_t>(a + share * SHARE, stride, rows, w + share * SHARE * COLS, SHARE, sums);
+        const int32_t *of_weights = linear.sums + share * linear.num_outputs + panel * COLS;
+        for (int v = 0; v < NV; v++) {
+            memcpy(&zeros[v], of_weights + v * VL, sizeof zeros[v]);
+            zeros[v] *= ZERO;
+        }
+        for (int m = 0; m < rows; m++)
+            for (int v = 0; v < NV; v++) {
+                ivec sum;
+                memcpy(&sum, sums + m * COLS + v * VL, sizeof sum);
+                numbers[v] = __builtin_convertvector(sum - zeros[v], vec);
+                float *to = out + m * COLS + v * VL;
+                store(to, load(to) + numbers[v] * scales[m * num_shares + share]);
+            }
+    }
+    const float *of_outputs = linear.scales + panel * COLS;
     for (int m = 0; m < rows; m++)
-        for (int i = 0; i < COLS; i++) {
-            const int32_t sum = sums[m * COLS + i] - ZERO * linear.sums[first + i];
-            out[m * COLS + i] = float(sum) * linear.scales[first + i] * row_scales[m];
+        for (int v = 0; v < NV; v++) {
+            float *to = out + m * COLS + v * VL;
+            store(to, load(to) * load(of_outputs + v * VL));
         }
 }
 
-// A row of n numbers, given VL at a time, as uint8 with a scale of its own. What is no number
+// A row of n numbers, given VL at a time, as uint8 with a scale for each share. What is no number
 // stays none.
 template <class Numbers>
-void quantize(int64_t n, Numbers numbers, uint8_t *out, float *scale) {
-    vec most{}, none{};
-    for (int64_t i = 0; i < n; i += VL) {
-        const vec x = numbers(i);
-        const vec size = pick(x < all(0.f), -x, x);
-        most = pick(size > most, size, most);
-        none += x * 0.f;
+void quantize(int64_t n, Numbers numbers, uint8_t *out, float *scales) {
+    for (int64_t begin = 0; begin < n; begin += SHARE, scales++) {
+        const int64_t end = std::min(n, begin + SHARE);
+        vec most{}, none{};
+        for (int64_t i = begin; i < end; i += VL) {
+            const vec x = numbers(i);
+            const vec size = pick(x < all(0.f), -x, x);
+            most = pick(size > most, size, most);
+            none += x * 0.f;
+        }
+        const float peak = max_of(most), factor = peak > 0 ? 127.f / peak : 0.f;
+        for (int64_t i = begin; i < end; i += VL) {
+            // Adding 1.5 * 2^23 rounds to the nearest integer, which then is in the lower bits.
+            const uvec rounded = (uvec)(numbers(i) * factor + (12582912.f + ZERO));
+            const bvec bytes = quartered(rounded);
+            memcpy(out + i, &bytes, sizeof bytes);
+        }
+        *scales = peak / 127.f + sum_of(none);
     }
-    const float peak = max_of(most), factor = peak > 0 ? 127.f / peak : 0.f;
-    for (int64_t i = 0; i < n; i += VL) {
-        // Adding 1.5 * 2^23 rounds to the nearest integer, which then is in the lower bits.
-        const uvec rounded = (uvec)(numbers(i) * factor + (12582912.f + ZERO));
-        const bvec bytes = quartered(rounded);
-        memcpy(out + i, &bytes, sizeof bytes);
-    }
-    *scale = peak / 127.f + sum_of(none);
 }
 
 }  // namespace

@@ -6,6 +6,8 @@ there. They are asked for, not demanded: where the kernel has none, the memory i
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
 import mmap
 from collections.abc import Sequence
@@ -15,6 +17,22 @@ from torch import Tensor
 
 _CHUNK_BYTES = 64 * 1024**2
 _ALIGNMENT = 64
+
+# Names of glibc's mallopt, and how much of what a step has freed the next one finds in place.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 256 * 1024**2
+
+
+def keep_what_is_freed() -> None:
+    """Have the allocator keep what steps use and free each time, rather than give it back.
+
+    Logits of a few rows are megabytes: as fresh memory the kernel has to clear them page by page,
+    each time anew. Changes nothing where the C library is not glibc.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES // 4)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -24,6 +24,10 @@ typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
 typedef uint8_t bvec __attribute__((vector_size(VL)));
 typedef uint16_t hvec __attribute__((vector_size(VL * 2)));
 
+// Numbers that lie side by side where products are added up, since one instruction can do with that
+// many at once: 1 float, 2 of bfloat16, 4 of int8.
+template <class T> constexpr int PACK = 4 / sizeof(T);
+
 inline float to_float(float x) { return x; }
 inline float to_float(uint16_t x) {  // bfloat16: the upper half of a float
     uint32_t bits = uint32_t(x) << 16;
@@ -58,14 +62,54 @@ inline vec load(const uint16_t *p) {
     return (vec)(widened(h) << 16);
 }
 inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+#if VL == 16 && defined(__AVX512BF16__)
+inline void store(uint16_t *p, vec v) {  // as `put` rounds, and what is tiny becomes 0
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
+}
+#else
 inline void store(uint16_t *p, vec v) {  // as `put` rounds
     const uvec bits = (uvec)v, none = (uvec)(v != v);
     const uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const hvec h = halved((rounded & ~none) | (none & 0x7fc0));
     memcpy(p, &h, sizeof h);
 }
+#endif
 inline vec all(float x) { return vec{} + x; }
 inline vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+
+// VL packs, and `dot`: what they and the one pack at `a` make, lane by lane, on top of a sum.
+inline vec load_packs(const float *p) { return load(p); }
+inline uvec load_packs(const uint16_t *p) {
+    uvec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+inline ivec load_packs(const int8_t *p) {
+    ivec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+inline vec dot(vec sum, const float *a, vec packs) { return sum + packs * *a; }
+inline vec dot(vec sum, const uint16_t *a, uvec packs) {
+#ifdef __AVX512BF16__
+    uint32_t pair;
+    memcpy(&pair, a, 4);
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)packs);
+#else
+    sum += (vec)(packs << 16) * to_float(a[0]);
+    return sum + (vec)(packs & 0xffff0000u) * to_float(a[1]);
+#endif
+}
+inline ivec dot(ivec sum, const uint8_t *a, ivec packs) {
+#ifdef __AVX512VNNI__
+    uint32_t four;
+    memcpy(&four, a, 4);
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(four), (__m512i)packs);
+#else
+    for (int i = 0; i < 4; i++) sum += ((packs << (24 - 8 * i)) >> 24) * int32_t(a[i]);
+    return sum;
+#endif
+}
 
 inline vec exp2v(vec x) {  // x <= 0; relative error < 2e-7 (Taylor, degree 6, on [-0.5, 0.5])
     x = pick(x < all(-126.f), all(-126.f), x);
@@ -90,6 +134,15 @@ inline vec sigmoidv(vec y) {  // likewise
     vec e = exp2v(pick(y < all(0.f), y, -y) * LOG2E);
     const vec share = 1.f / (1.f + e);
     return pick(y < all(0.f), e * share, share);
+}
+inline bool any(ivec lanes) {  // whether a comparison holds in one of them
+#if VL == 16 && defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#else
+    int32_t found = 0;
+    for (int i = 0; i < VL; i++) found |= lanes[i];
+    return found != 0;
+#endif
 }
 template <int BY>
 inline vec turned(vec v) {  // what is BY lanes further on

@@ -18,6 +18,7 @@ from gpu_worker.native.memory import Pages
 COLS = 32  # outputs of a panel
 INPUTS = 64  # inputs are padded to a multiple of this, which is whole tiles for every type
 HALF = COLS // 2
+SHARE = 64  # inputs whose activations have a scale of their own, of int8
 
 _PACK = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # inputs that lie side by side
 
@@ -37,7 +38,7 @@ class PackedLinear:
 
     weights: Tensor
     scales: Tensor | None  # (outputs,) float32, of int8
-    sums: Tensor | None  # (outputs,) int32: the sum of each output's weights, of int8
+    sums: Tensor | None  # (inputs / SHARE, outputs) int32: of each output's weights, of int8
     bias: Tensor | None  # (outputs,) float32
 
     def struct(self) -> LinearStruct:
@@ -57,7 +58,7 @@ def pack(weight: Tensor, bias: Tensor | None, kind: torch.dtype, pages: Pages) -
     if kind == torch.int8:
         scales = weight.float().abs().amax(1) / 127
         weight = (weight.float() / scales.clamp(min=1e-30).unsqueeze(1)).round()
-        sums = weight.sum(1).int()
+        sums = weight.view(len(weight), -1, SHARE).sum(2).T.int().contiguous()
     if bias is not None:
         bias = pad(bias.float(), (0, padding))
     panels = weight.to(kind).view(-1, COLS, weight.shape[1] // _PACK[kind], _PACK[kind])

@@ -230,7 +230,8 @@ class Admission:
         if policy.may_preempt(request, victims[0]) and not self._is_least_urgent(victims[0]):
             return False
         for victim in victims:
-            self._plan.preempt(victim)
+            is_urgent = policy.may_preempt(request, victim)
+            self._plan.preempt(victim, "urgency" if is_urgent else "fairness")
         self._fleet.look_again(lane)
         return True
 
@@ -253,5 +254,6 @@ class Admission:
                 continue
             if place_on(request, self._lane, self._state.config) is not None:
                 other.drop_copies(request)
+                request.life.enter("preempted", self._plan.now)
                 self._state.waiting.push(request)
                 return

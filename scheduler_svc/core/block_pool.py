@@ -142,6 +142,16 @@ class BlockPool:
             self._hashes[block] = None
         self._block_with.clear()
 
+    def idle_bits(self, start: int, stop: int) -> bytes:
+        """Which of the blocks [start, stop) are cached-idle, as bits, the first one the highest.
+
+        For people who look. `start` is a multiple of 8; the last byte is filled up with zeros.
+        """
+        states = zip(self._hashes[start:stop], self._ref_counts[start:stop], strict=True)
+        bits = "".join("1" if name is not None and not held else "0" for name, held in states)
+        size = -(-len(bits) // 8)
+        return int(bits.ljust(8 * size, "0") or "0", 2).to_bytes(size, "big")
+
     @property
     def num_cached(self) -> int:
         """Blocks that can be found by their content."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from scheduler_svc.core.outputs import Finished
 from scheduler_svc.core.request import Request, RequestStatus
-from scheduler_svc.core.state import State
+from scheduler_svc.core.state import Ended, State
 from wire.messages import ErrorCode, FinishReason
 
 
@@ -23,6 +23,8 @@ def finish(
 
     `num_output_tokens`: how much of its output counts, if not all.
     """
+    if request.preempted_at is not None:
+        request.run_again(state.told_at)
     known = request.num_output_tokens
     counted = known if num_output_tokens is None else max(0, min(num_output_tokens, known))
     if reason in {"stop", "length"}:
@@ -33,6 +35,7 @@ def finish(
         reason,
         stop_token_id,
         num_preemptions=request.num_preemptions,
+        preempted_s=request.preempted_s,
     )
     _end(state, request, end)
 
@@ -45,6 +48,8 @@ def stop(state: State, request: Request, token: int) -> None:
 
 def fail(state: State, request: Request, error: str, code: ErrorCode) -> None:
     """End a request with an error; what it has so far stays."""
+    if request.preempted_at is not None:
+        request.run_again(state.told_at)
     end = Finished(
         request.num,
         request.num_output_tokens,
@@ -52,6 +57,7 @@ def fail(state: State, request: Request, error: str, code: ErrorCode) -> None:
         error=error,
         error_code=code,
         num_preemptions=request.num_preemptions,
+        preempted_s=request.preempted_s,
     )
     _end(state, request, end)
 
@@ -79,3 +85,4 @@ def _end(state: State, request: Request, end: Finished) -> None:
     del state.requests[request.num]
     request.tenant.num_requests -= 1
     state.outputs.finished.append(end)
+    state.ended.append(Ended(request, end, state.now))

@@ -30,9 +30,11 @@ class KVCacheManager:
         """Find the longest cached prefix: blocks of tokens [0, len · block_size).
 
         Never all known tokens: the last one must run to give logits, in a block of its own. None if
-        all of the prompt must, for its log-probabilities.
+        all of the prompt must, for its log-probabilities, or if others' blocks went wrong with it.
         """
         if not self._caching or request.sampling.prompt_logprobs is not None:
+            return []
+        if request.has_started_over:
             return []
         limit = (request.num_tokens - 1) // self.block_size
         self._extend_hashes(request, limit)
@@ -58,6 +60,7 @@ class KVCacheManager:
         added = hits + self.pool.take(needed)
         request.block_ids += added
         request.num_published_blocks += len(hits)
+        request.has_hits |= bool(hits)
         return added
 
     def grow(self, requests: list[Request]) -> list[int]:

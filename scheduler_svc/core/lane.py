@@ -91,6 +91,8 @@ class Lane:
         self.in_flight: deque[StepRecord] = deque()
         self.finished: list[int] = []  # to be told to the worker with the next step
         self.preempted: list[int] = []
+        self._beginning: dict[int, list[Request]] = {}  # step -> those that decode after it
+        self.starting_over: dict[int, int] = {}  # request -> last step whose result is worthless
         self._growth: list[dict[int, Request]] = [{} for _ in range(capacity.block_size)]
         self._leaving: dict[int, dict[int, Request]] = {}
 
@@ -111,6 +113,7 @@ class Lane:
         request.decode_base = request.num_tokens - (step_id + 1)
         request.decode_index = len(self.decode_batch)
         self.decode_batch.append(request)
+        self._beginning.setdefault(step_id, []).append(request)
         self.decoding_of[request.tenant] += 1
         self._growth[self._remainder(request)][request.num] = request
         remaining = request.max_num_tokens - request.num_tokens - 1  # `step_id` itself samples one
@@ -132,6 +135,12 @@ class Lane:
         leaving = self._leaving.get(step_id + 1)
         ending = [one for one in self.ending.values() if one.leave_step == step_id + 1]
         return [*ending, *leaving.values()] if leaving else ending
+
+    def note_beginnings(self, step_id: int, now: float) -> None:
+        """The result of a step is in: those whose last known token it computed do decode now."""
+        for request in self._beginning.pop(step_id, ()):
+            if request.worker == self.worker and request.status in _DECODE:
+                request.life.enter("decode", now)
 
     def retire(self) -> None:
         """Take out those whose last token is on its way; they keep their blocks until it is in."""
@@ -176,6 +185,29 @@ class Lane:
             self._stop_running(request)
             self.finished.append(request.num)
         self.kv.free(request)
+
+    def start_over(self, request: Request) -> None:
+        """Take a request back to WAITING, with nothing; what is in flight for it is worthless."""
+        if request.status in {RequestStatus.PREFILLING, RequestStatus.DECODING}:
+            self.preempt(request)
+        elif request.status is RequestStatus.ENDING:
+            del self.ending[request.num]
+            request.status = RequestStatus.WAITING
+            request.resume_after = self.next_step - 1
+        elif request.status is RequestStatus.SWAPPED:
+            self.drop_copies(request)
+        self.kv.free(request)
+        request.has_started_over = True
+        if request.resume_after > self.last_answered_step:
+            self.starting_over[request.num] = request.resume_after
+
+    def take_worthless(self) -> set[int]:
+        """The requests for which the result just booked means nothing."""
+        worthless = set(self.starting_over)
+        for num in worthless:
+            if self.starting_over[num] <= self.last_answered_step:
+                del self.starting_over[num]
+        return worthless
 
     def distrust(self, request: Request) -> None:
         """Let nobody begin with what a request has computed: it went wrong."""
@@ -280,6 +312,9 @@ class Lane:
             assert len(request.block_ids) == -(-computed // size), "blocks are not what is computed"
         self.kv.pool.check_integrity(r.block_ids for r in held)
         self.cpu_pool.check_integrity(r.cpu_block_ids for r in self.swapped)
+
+
+_DECODE = {RequestStatus.DECODING, RequestStatus.ENDING}
 
 
 def _count_down(counts: Counter[Tenant], tenant: Tenant) -> None:

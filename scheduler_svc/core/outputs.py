@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 from wire.messages import ErrorCode, FinishReason, RequestLogprobs
+
+PreemptionMode = Literal["swap", "recompute"]
+"""What becomes of the blocks: copied to the CPU pool, or given up."""
+
+PreemptionReason = Literal["memory", "urgency", "fairness", "worker_lost", "mistrust"]
+"""Blocks ran out; somebody more urgent, or of a tenant served less, took its place; or a loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,7 @@ class Finished:
     error: str | None = None
     error_code: ErrorCode | None = None
     num_preemptions: int = 0
+    preempted_s: float = 0.0  # that it waited after preemptions, in all
 
 
 @dataclass(slots=True)
@@ -52,10 +61,16 @@ class Totals:
     num_scheduled_tokens: int = 0
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-    num_preemptions: int = 0
+    preemptions: Counter[tuple[PreemptionMode, PreemptionReason]] = field(default_factory=Counter)
     num_swaps: int = 0  # preemptions that kept the blocks
     num_swapped_blocks: int = 0  # copied, in either direction
     num_recomputed_tokens: int = 0  # computed before, lost, and to be computed again
     prefix_cache_queries: int = 0  # tokens
     prefix_cache_hits: int = 0  # tokens
+    num_corrupted: int = 0  # requests that a worker could not compute: NaN, no memory
     num_ignored: int = 0  # events that did not fit the state
+
+    @property
+    def num_preemptions(self) -> int:
+        """Preemptions of any kind."""
+        return self.preemptions.total()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from scheduler_svc.core import preemption
 from scheduler_svc.core.lane import Lane, StepRecord
+from scheduler_svc.core.outputs import PreemptionReason
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import State
 from wire.messages import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
@@ -71,7 +72,10 @@ class Plan:
 
     def join(self, request: Request, n: int) -> None:
         """Let a request run from now on that has its blocks, `n` tokens in this step."""
+        if request.preempted_at is not None:
+            request.run_again(self.now)
         self.lane.start(request)
+        request.life.enter("prefill", self.now)
         self.lane.kv.publish(request, request.num_computed_tokens + n)
         self.joining[request] = n
         self.num_listed_tokens += n
@@ -80,18 +84,22 @@ class Plan:
         """Whether a victim would leave no hole: others may have hit what this step computes."""
         return request not in self.chunks and request not in self.joining
 
-    def preempt(self, victim: Request) -> None:
+    def preempt(self, victim: Request, reason: PreemptionReason) -> None:
         """Take a running request's place: its blocks go to the CPU pool, or back to the pool."""
         self.grown.pop(victim.num, None)
         lane, totals = self.lane, self.state.totals
         lane.preempt(victim)
-        totals.num_preemptions += 1
+        victim.preempted_at = self.now
         if preemption.wants_swap(victim, lane, self.state.config):
+            totals.preemptions["swap", reason] += 1
             self.copies.append(preemption.swap_out(victim, lane))
+            victim.life.enter("swapped", self.now)
             totals.num_swaps += 1
             totals.num_swapped_blocks += len(self.copies[-1].cpu_blocks)
             return
+        totals.preemptions["recompute", reason] += 1
         lane.kv.free(victim)
+        victim.life.enter("preempted", self.now)
         self.state.waiting.push(victim)
 
     # ------------------------------------------------------------ out
@@ -153,4 +161,5 @@ def _new_request_data(request: Request, num_scheduled_tokens: int) -> NewRequest
         num_computed_tokens=request.num_computed_tokens,
         num_scheduled_tokens=num_scheduled_tokens,
         sampling=request.sampling,
+        traceparent=request.traceparent,
     )

@@ -80,7 +80,7 @@ class StepPlanner:
         plan = self._plan
         victim = preemption.choose_victim(self._lane, self._state.config, plan.is_unplanned)
         assert victim is not None, "a request that is alone always fits"
-        plan.preempt(victim)
+        plan.preempt(victim, "memory")
         plan.has_preempted = True
 
     # ------------------------------------------------------------ those that come back

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import inf
 
+from scheduler_svc.core.life import Life
 from scheduler_svc.core.tenants import Tenant
 from wire.messages import SYSTEM_PRIORITY, EngineCoreRequest, SamplingParams
 
@@ -56,16 +57,21 @@ class Request:
     priority: int = 0
     deadline: float | None = None  # seconds, server time
     cache_salt: str | None = None
+    traceparent: str | None = None  # handed on, and no part of any decision
 
     order: Order = (0, 0, 0)
     status: RequestStatus = RequestStatus.WAITING
     worker: str | None = None  # where it runs, or ran before it was preempted
     resume_after: int = 0  # step of `worker` whose result must be in before it runs again
     num_preemptions: int = 0
+    preempted_at: float | None = None  # and it has not run since; seconds, server time
+    preempted_s: float = 0.0  # that it waited after preemptions before
     num_losses: int = 0  # workers lost in a row while it ran on them and got no further
     num_lone_losses: int = 0  # of those, while it ran alone
     num_tokens_at_loss: int = 0
     was_started: bool = False
+    has_hits: bool = False  # some of its blocks were computed for others
+    has_started_over: bool = False  # since those may have been wrong
     promised_to: str | None = None  # worker that may take it before others do
 
     block_ids: list[int] = field(default_factory=list)
@@ -80,9 +86,11 @@ class Request:
     leave_step: int = 0  # first step it takes no part in, unless it ends earlier
 
     stop_ids: frozenset[int] = field(init=False)
+    life: Life = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_tokens_at_loss = len(self.token_ids)
+        self.life = Life(self.arrival)
         self.stop_ids = frozenset(self.sampling.eos_token_ids + self.sampling.stop_token_ids)
 
     @classmethod
@@ -102,6 +110,7 @@ class Request:
             priority=request.priority,
             deadline=deadline,
             cache_salt=request.cache_salt,
+            traceparent=request.traceparent,
             order=(0, 0, num),
         )
 
@@ -109,6 +118,12 @@ class Request:
     def is_suspect(self) -> bool:
         """Whether it may be what kills workers: from now on it runs alone, to clear the others."""
         return self.num_losses >= 2
+
+    def run_again(self, now: float) -> None:
+        """Note that it does not wait any more after a preemption."""
+        assert self.preempted_at is not None
+        self.preempted_s += max(0.0, now - self.preempted_at)
+        self.preempted_at = None
 
     def blame(self, *, was_alone: bool) -> None:
         """A worker was lost while this ran on it. That counts only if it got no further since."""

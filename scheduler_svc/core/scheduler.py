@@ -19,7 +19,7 @@ from scheduler_svc.core.outputs import Finished, Outputs, Totals
 from scheduler_svc.core.planner import StepPlanner
 from scheduler_svc.core.request import Request, RequestStatus, problem_of
 from scheduler_svc.core.request_queue import RequestQueue
-from scheduler_svc.core.state import State
+from scheduler_svc.core.state import Ended, State
 from scheduler_svc.core.waiting_line import WaitingLine
 from wire.messages import (
     EngineCoreRequest,
@@ -103,7 +103,10 @@ class Scheduler:
         self._state.waiting.redeem(worker)
         suspects = [] if is_orderly else list(lane.running)
         for request in lane.abandon():
-            self.totals.num_preemptions += 1
+            request.life.enter("lost", self._state.now)
+            self.totals.preemptions["recompute", "worker_lost"] += 1
+            if request.preempted_at is None:  # else it was swapped, and waits already
+                request.preempted_at = self._state.told_at
             self._state.waiting.push(request)
         for request in suspects:
             request.blame(was_alone=len(suspects) == 1)
@@ -177,6 +180,7 @@ class Scheduler:
 
     def expire(self, now: float) -> None:
         """End what has waited too long for its first step, or has missed its deadline."""
+        self._state.told_at = now
         for num in self._alarms.due(now):
             request = self._state.requests.get(num)
             if request is not None and (error := overdue(request, now, self.config)):
@@ -202,6 +206,7 @@ class Scheduler:
         if lane is None:
             self.totals.num_ignored += 1
             return None
+        self._state.told_at = now
         return StepPlanner(self._state, lane, now).plan()
 
     def update_from_output(self, worker: str, output: ModelRunnerOutput) -> bool:
@@ -225,15 +230,21 @@ class Scheduler:
         lane.in_flight.popleft()
         lane.last_answered_step = output.step_id
         lane.learn(record, output)
+        lane.note_beginnings(output.step_id, self._state.now)
         rows: Iterable[tuple[Request, int]] = zip(
             record.sampling, output.sampled_token_ids, strict=True
         )
-        if output.errors:
-            failed = {error.req: error for error in output.errors}
+        worthless: set[int] = set()
+        if output.errors or lane.starting_over:
+            worthless = lane.take_worthless()
+            failed = {error.req: error for error in output.errors if error.req not in worthless}
             rows = [row for row in rows if not self._fail(lane, row[0], failed)]
+            worthless |= failed.keys()
+            rows = [row for row in rows if row[0].num not in worthless]
         if output.logprobs:
             requests, logprobs = self._state.requests, self._state.outputs.logprobs
-            logprobs += [one for one in output.logprobs if one.req in requests]
+            known = [one for one in output.logprobs if one.req in requests]
+            logprobs += [one for one in known if one.req not in worthless]
         self._book(rows)
         lane.kv.publish_full(lane.with_full_blocks(output.step_id))
         for request in lane.ending_with(output.step_id):
@@ -259,16 +270,41 @@ class Scheduler:
         self.totals.num_generated_tokens += len(reqs) - before
 
     def _fail(self, lane: Lane, request: Request, errors: dict[int, RequestError]) -> bool:
-        """End a request that went wrong in its step; False if it did not."""
+        """End a request that went wrong in its step; False if it did not.
+
+        If it began with blocks that others had computed, those may be what was wrong: then it
+        starts over once, without them.
+        """
         error = errors.get(request.num)
         if error is None:
             return False
-        if request.status is not RequestStatus.FINISHED:
-            lane.distrust(request)
+        if request.status is RequestStatus.FINISHED:
+            return True
+        if error.code == "internal" and request.has_hits and not request.has_started_over:
+            waits = request.status is RequestStatus.WAITING
+            lane.start_over(request)
+            if not waits:
+                self.totals.preemptions["recompute", "mistrust"] += 1
+                request.preempted_at = self._state.told_at
+                request.life.enter("preempted", self._state.now)
+                self._state.waiting.push(request)
+        else:
+            self.totals.num_corrupted += error.code == "internal"
             ending.fail(self._state, request, error.message, error.code)
+        lane.distrust(request)  # at last: an end publishes what is full
         return True
 
     # ------------------------------------------------------------ to look at
+
+    def note_time(self, now: float) -> None:
+        """Say what time it is, in seconds of server time, for the lives of requests only."""
+        self._state.now = now
+
+    def take_ended(self) -> list[Ended]:
+        """Those that have ended since the last time; the latest only, if they are many."""
+        ended = list(self._state.ended)
+        self._state.ended.clear()
+        return ended
 
     @property
     def config(self) -> SchedulerConfig:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from scheduler_svc.core.config import SchedulerConfig
 from scheduler_svc.core.lane import Lane
-from scheduler_svc.core.outputs import Outputs, Totals
+from scheduler_svc.core.outputs import Finished, Outputs, Totals
 from scheduler_svc.core.policy import Policy, policy_of
 from scheduler_svc.core.request import Order, Request
 from scheduler_svc.core.tenants import Tenant, Tenants
 from scheduler_svc.core.waiting_line import WaitingLine
+
+MAX_ENDED = 256
+"""Requests that have ended and that nobody has asked for yet; the oldest are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A request that has ended, for people who look."""
+
+    request: Request
+    end: Finished
+    at: float  # seconds, server time
 
 
 @dataclass(slots=True)
@@ -27,6 +40,9 @@ class State:
     totals: Totals = field(default_factory=Totals)
     outputs: Outputs = field(default_factory=Outputs)
     longest: int = 0  # sequence that fitted any worker so far, in tokens
+    told_at: float = 0.0  # seconds of server time, as a call has told it last
+    now: float = 0.0  # the same, newer; only for what is shown to people
+    ended: deque[Ended] = field(default_factory=lambda: deque(maxlen=MAX_ENDED))  # lately
 
     @classmethod
     def new(cls, config: SchedulerConfig, epoch: int) -> State:

@@ -7,7 +7,6 @@ again whatever dies, as `pagestream up` does. Knows nothing of requests: those a
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
 import os
 import shutil
@@ -31,12 +30,12 @@ SCHEDULER = ("-m", "scheduler_svc")
 WORKER = ("-m", "tests.fakes.oracle_worker")
 GATEWAY = ("-m", "tests.fakes.stream_gateway")
 
-FIXED = {"requests", "log", "epoch", "stats", "tenants", "workers", "gateways", "schedulers"}
+FIXED = {"requests", "log", "epoch", "last_write", "stats", "tenants"}
+FIXED |= {"workers", "gateways", "schedulers"}
 """Keys that every pool has for ever."""
 
 RESTART_PAUSE_S = 0.1
 START_S = 180.0  # a busy machine may need long to start so many processes
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Process:
@@ -89,7 +88,6 @@ class Process:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
                 limit=1 << 24,
-                preexec_fn=_dies_with_us,
             )
         self._life, self.num_lives = life, self.num_lives + 1
         assert life.stdout is not None
@@ -160,6 +158,9 @@ class Process:
 class Pool:
     """Redis with AOF, and the processes around it."""
 
+    may_forget = False
+    """Whether Redis may lose what it has acknowledged when it is killed."""
+
     def __init__(
         self,
         kind: str = "valkey",
@@ -170,14 +171,19 @@ class Pool:
         load(**settings)  # so that no server is left if one of them is wrong
         self.folder = Path(tempfile.mkdtemp(prefix="ps-chaos-"))
         options = {"appendfsync": "everysec", **(redis_options or {})}
-        self.redis = RedisServer(kind, aof=True, options=options)
-        self.settings: Settings = load(redis_url=self.redis.url, **settings)
+        self.redis, self.redis_url = self._start_redis(kind, options)
+        self.settings: Settings = load(redis_url=self.redis_url, **settings)
         self.bus = Bus.connect(self.settings)
         self.schedulers: list[Process] = []
         self.workers: list[Process] = []
         self.gateways: list[Process] = []
         self.redis_is_busy = asyncio.Lock()  # held by whoever ends it and starts it again
         self._given = {name: str(value) for name, value in settings.items()}
+
+    def _start_redis(self, kind: str, options: dict[str, str]) -> tuple[RedisServer, str]:
+        """Give the server that faults will hit, and the address under which all find it."""
+        server = RedisServer(kind, aof=True, options=options)
+        return server, server.url
 
     def process(
         self,
@@ -190,7 +196,7 @@ class Pool:
     ) -> Process:
         """Make a process of this pool; it lives once it is kept."""
         ours = {PREFIX + key.upper(): value for key, value in self._given.items()}
-        ours[f"{PREFIX}REDIS_URL"] = redis_url or self.redis.url
+        ours[f"{PREFIX}REDIS_URL"] = redis_url or self.redis_url
         everything = {**os.environ, "OMP_NUM_THREADS": "1", **ours, **(environ or {})}
         return Process(name, arguments, everything, self.folder, prefix)
 
@@ -319,15 +325,26 @@ class Pool:
 
     async def is_quiet(self) -> bool:
         """Whether the pool is as if nobody had ever come: no request, no block, no lasting key."""
+        return not await self.unrest()
+
+    async def unrest(self) -> dict[str, object]:
+        """What is there that would not be if nobody had ever come."""
         stats = await self.bus.stats()
-        return (
-            (await self.bus.queue_lengths([]))["requests"] == 0
-            and int(stats.get("total_blocks", 0)) > 0
-            and stats["free_blocks"] == stats["total_blocks"]
-            and stats["free_cpu_blocks"] == stats["total_cpu_blocks"]
-            and stats["num_requests_running"] == stats["num_requests_waiting"] == "0"
-            and not await self.lasting_keys()
-        )
+        found: dict[str, object] = {
+            "requests": (await self.bus.queue_lengths([]))["requests"],
+            "running": int(stats.get("num_requests_running", -1)),
+            "waiting": int(stats.get("num_requests_waiting", -1)),
+            "keys": await self.lasting_keys(),
+        }
+        for free, total in (
+            ("free_blocks", "total_blocks"),
+            ("free_cpu_blocks", "total_cpu_blocks"),
+        ):
+            if stats.get(free) != stats.get(total):
+                found[free] = f"{stats.get(free)} of {stats.get(total)}"
+        if not int(stats.get("total_blocks", 0)):
+            found["workers"] = "none"
+        return {name: what for name, what in found.items() if what}
 
     async def lasting_keys(self) -> list[str]:
         """Keys beyond those of every pool that no time to live will remove."""
@@ -346,11 +363,6 @@ class Pool:
             for name, text in logs
             if "Traceback" in text
         ]
-
-
-def _dies_with_us() -> None:
-    """In the child, between fork and exec: the kernel is to kill it with whoever tests."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def deadline(seconds: float) -> Callable[[], float]:

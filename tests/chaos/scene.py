@@ -103,6 +103,9 @@ class Scene:
             await self.crowd.all_done()
         assert not self.crowd.violations
         assert newcomer.tokens == newcomer.want
-        await self.pool.until(self.pool.is_quiet, PATIENCE_S)
+        try:
+            await self.pool.until(self.pool.is_quiet, PATIENCE_S)
+        except TimeoutError:
+            raise AssertionError(f"not quiet: {await self.pool.unrest()}") from None
         await self.pool.ready()
         assert not self.pool.tracebacks()

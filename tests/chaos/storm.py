@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tests.chaos.clients import ABORTED_WITH_GATEWAY, Crowd, random_clients
 from tests.chaos.pool import Pool, Process
+from tests.chaos.sentinels import SentinelPool
 from wire.bus import BusError
 
 USUAL_START_S = 4.0
@@ -47,6 +48,7 @@ class Forecast:
     pause_s: tuple[float, float] = (0.2, 1.6)  # between faults
     limit_s: float = 3600.0
     kind: str = "valkey"
+    has_sentinels: bool = False  # three servers under three of them, in place of one
 
 
 @dataclass
@@ -60,6 +62,7 @@ class Report:
     ends: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     num_epochs: int = 0
+    num_failovers: int = 0
     longest_stall_s: float = 0.0
     stalled_by: list[str] = field(default_factory=list)  # what had happened just before or in it
     num_missing_records: int = 0
@@ -72,6 +75,7 @@ class Report:
         return json.dumps(
             {
                 "redis": self.forecast.kind,
+                "sentinels": self.forecast.has_sentinels,
                 "seed": self.forecast.seed,
                 "requests": self.num_requests,
                 "tokens": self.num_tokens,
@@ -80,6 +84,7 @@ class Report:
                 "by_kind": dict(self.faults),
                 "moves": self.num_moves,
                 "epochs": self.num_epochs,
+                "failovers": self.num_failovers,
                 "longest_stall_s": round(self.longest_stall_s, 1),
                 "stalled_by": self.stalled_by,
                 "missing_records": self.num_missing_records,
@@ -99,13 +104,15 @@ class Weather:
         self._faults = report.faults
         self.diary: list[tuple[float, str]] = []
         self._sizes: deque[tuple[float, Path, int]] = deque(maxlen=400)  # of Redis's log
-        self.has_forgotten = False  # Redis was rolled back or wiped
+        self.has_forgotten = pool.may_forget  # or Redis was rolled back or wiped
+        is_watched = isinstance(pool, SentinelPool)
+        num_kills = 9 if is_watched else 3
         self._kinds: dict[str, tuple[int, Callable[[], Awaitable[None]]]] = {
             "kill gateway": (4, lambda: self._kill(draw.choice(pool.gateways))),
             "kill leader": (4, self._kill_leader),
             "kill standby": (1, self._kill_standby),
             "kill worker": (5, lambda: self._kill(draw.choice(pool.workers))),
-            "kill Redis": (3, lambda: pool.restart_redis(draw.uniform(0, 0.8))),
+            "kill Redis": (num_kills, lambda: pool.restart_redis(draw.uniform(0, 0.8))),
             "kill both schedulers": (1, lambda: self._kill_all(pool.schedulers)),
             "kill both workers": (1, lambda: self._kill_all(pool.workers)),
             "freeze gateway": (1, lambda: self._freeze(draw.choice(pool.gateways))),
@@ -117,6 +124,8 @@ class Weather:
             "flush scripts": (1, lambda: self._order("SCRIPT", "FLUSH")),
             "kill connections": (1, lambda: self._order("CLIENT", "KILL", "TYPE", "normal")),
         }
+        if is_watched:  # what a replica lacks is roll-back enough
+            del self._kinds["cut Redis's log"], self._kinds["wipe Redis"]
 
     async def rage(self, is_enough: Callable[[int], bool], pause_s: tuple[float, float]) -> None:
         """Bring one fault after another about, now and then two at once, until it is enough."""
@@ -200,7 +209,8 @@ class Storm:
         self.forecast = forecast
         self.report = Report(forecast)
         self._draw = random.Random(forecast.seed)
-        self._pool = Pool(forecast.kind, preemption_mode="auto", orphan_grace_s=60)
+        cls = SentinelPool if forecast.has_sentinels else Pool
+        self._pool = cls(forecast.kind, preemption_mode="auto", orphan_grace_s=60)
         for _ in range(2):
             self._pool.add_scheduler()
             self._pool.add_worker(
@@ -237,7 +247,7 @@ class Storm:
         f = self.forecast
         again = (
             f"python -m tests.chaos.storm --seed {f.seed} --requests {f.num_requests} "
-            f"--faults {f.num_faults} --redis {f.kind}"
+            f"--faults {f.num_faults} --redis {f.kind}{' --sentinels' * f.has_sentinels}"
         )
         return f"again: {again}\nlogs:  {self._pool.folder}\n"
 
@@ -292,8 +302,7 @@ class Storm:
         try:
             await self._pool.until(self._pool.is_quiet, QUIET_S)
         except TimeoutError:
-            stats, keys = await self._pool.bus.stats(), await self._pool.lasting_keys()
-            self.report.violations.append(f"not quiet: {stats}, keys left: {keys[:20]}")
+            self.report.violations.append(f"not quiet: {await self._pool.unrest()}")
         await self._check_records()
 
     async def _check_records(self) -> None:
@@ -315,6 +324,7 @@ class Storm:
         report.num_requests = len(crowd.done) + len(crowd.open)
         report.num_tokens = crowd.num_tokens
         report.num_moves = crowd.num_moves
+        report.num_failovers = getattr(self._pool, "num_failovers", 0)
         report.ends = Counter(str(client.end) for client in crowd.done)
         report.num_epochs = sum(
             one.log.read_text().count("lead_taken") for one in self._pool.schedulers
@@ -332,6 +342,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--faults", type=int, default=50)
     parser.add_argument("--redis", default="valkey")
+    parser.add_argument("--sentinels", action="store_true", help="three servers, watched")
     parser.add_argument("--limit", type=float, default=3600.0)
     options = parser.parse_args()
     os.environ["PYTHONUNBUFFERED"] = "1"
@@ -343,6 +354,7 @@ def main() -> int:
                 num_faults=options.faults,
                 kind=options.redis,
                 limit_s=options.limit,
+                has_sentinels=options.sentinels,
             )
         ).run()
     )

@@ -6,8 +6,10 @@ Real processes and `kill -9`; every client compares what it is given with the pa
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from tests.chaos.pool import Process
 from tests.chaos.scene import MOMENTS, POISON, ROLES, Moment, Role, Scene
@@ -18,6 +20,22 @@ pytestmark = [pytest.mark.chaos, pytest.mark.redis, pytest.mark.asyncio(loop_sco
 LONGER_THAN_LEASE_S = 2.2
 
 
+def long(value: object) -> ParameterSet:
+    return pytest.param(value, marks=pytest.mark.long)
+
+
+QUICK_PAIRS = [
+    ("gateway", "leader"),
+    ("leader", "worker"),
+    ("leader", "redis"),
+    ("worker", "redis"),
+]
+PAIRS = [
+    pair if pair in QUICK_PAIRS else pytest.param(pair, marks=pytest.mark.long, id="+".join(pair))
+    for pair in itertools.combinations(ROLES, 2)
+]
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("role", ROLES)
 async def test_a_kill_costs_no_token(role: Role, moment: Moment, scene: Scene) -> None:
@@ -26,18 +44,7 @@ async def test_a_kill_costs_no_token(role: Role, moment: Moment, scene: Scene) -
     await scene.all_is_well()
 
 
-@pytest.mark.parametrize(
-    "roles",
-    [
-        ("leader", "worker"),
-        ("leader", "redis"),
-        ("gateway", "leader"),
-        ("gateway", "worker"),
-        ("worker", "redis"),
-        ("leader", "standby"),
-    ],
-    ids="+".join,
-)
+@pytest.mark.parametrize("roles", PAIRS, ids="+".join)
 async def test_two_kills_at_once_cost_no_token(roles: tuple[Role, Role], scene: Scene) -> None:
     clients = await scene.bring_to("decode")
     await asyncio.gather(*(scene.kill(role, clients) for role in roles))
@@ -53,9 +60,10 @@ async def test_an_orderly_stop_costs_no_token_and_ends_with_0(role: Role, scene:
     await scene.all_is_well()
 
 
+@pytest.mark.parametrize("moment", [m if m == "decode" else long(m) for m in MOMENTS])
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_freeze_costs_no_token(role: Role, scene: Scene) -> None:
-    clients = await scene.bring_to("decode")
+async def test_a_freeze_costs_no_token(role: Role, moment: Moment, scene: Scene) -> None:
+    clients = await scene.bring_to(moment)
     await scene.freeze(role, clients, LONGER_THAN_LEASE_S)
     await scene.all_is_well()
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SETTINGS = {setting_name(name) for name in Settings.model_fields}
 OTHER_NAMES = {  # variables of make, pip, docker and the shell
     *("ARGS", "CI", "GATEWAYS", "WORKERS", "TEST_PROMPTS", "TORCH", "TORCH_INDEX", "PATH"),
+    *("FOLDER", "MINUTES"),
+    *("TRITON", "UPDATE_KERNEL_BUDGET"),
     *("NAME", "VALUE", "KEY", "URL", "JSON", "HOST", "SIGTERM", "SIGHUP", "BLOCK"),
 }
 
@@ -56,6 +59,7 @@ def test_commands_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_settings_exist(page: Path) -> None:
     code = " ".join(re.findall(r"`([^`\n]+)`", text_of(page)))
+    code = re.sub(r"\bOTEL_[A-Z_]+", "", code)  # OpenTelemetry's own
     names = set(re.findall(r"\b(?:PAGESTREAM_)?([A-Z][A-Z_]{2,})\b(?==|\s|$)", code))
     commands = {
         "CONFIG",
@@ -68,6 +72,8 @@ def test_settings_exist(page: Path) -> None:
         "XRANGE",
         "COUNT",
         "XADD",
+        "BITCOUNT",
+        "WAIT",
     }
     verbs = {"GET", "POST", "PATCH", "DELETE"}
     others = {"PAGESTREAM_NAME", "XREAD", "DATA_DIR"}
@@ -96,6 +102,26 @@ def test_the_question_of_the_readme_is_answered(stack: RunningStack) -> None:
 
 
 @pytest.mark.e2e
+def test_the_program_of_the_quick_start_gets_its_answer(stack: RunningStack) -> None:
+    [program] = re.findall(r"```python\n(.*?)```", text_of(ROOT / "docs/quickstart.md"), re.DOTALL)
+    program = program.replace("127.0.0.1:8000", f"127.0.0.1:{stack.port}")
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert "Paris" in done.stdout, done.stderr
+
+
+@pytest.mark.e2e
+def test_the_commands_that_look_see_the_stack(stack: RunningStack) -> None:
+    worker = stack.run("top", "--once")
+    assert worker.returncode == 0, worker.stderr
+    assert "blocks of worker-" in worker.stdout
+    chat = stack.run("chat", "--temperature", "0", "--max-tokens", "24", given="Say hello.\n")
+    assert (chat.returncode, chat.stderr) == (0, "")
+    assert chat.stdout.strip()
+
+
+@pytest.mark.e2e
 def test_every_recipe_for_redis_finds_what_it_is_for(stack: RunningStack) -> None:
     if (redis_cli := shutil.which("redis-cli")) is None:
         pytest.skip("redis-cli is not installed")
@@ -119,5 +145,8 @@ def test_every_recipe_for_redis_finds_what_it_is_for(stack: RunningStack) -> Non
         filled = recipe.replace("<worker>", worker["id"]).replace("<id>", request)
         reply = ask(filled.replace("<incarnation>", worker["incarnation"]))
         assert not reply.startswith(("ERR", "WRONGTYPE")), recipe
-        may_be_empty = any(word in recipe for word in ("waiting", "running", "blocks", "dead"))
+        may_be_empty = any(
+            word in recipe
+            for word in ("waiting", "running", "swapped", "blocks", "life", "config", "dead")
+        )
         assert reply or may_be_empty, recipe

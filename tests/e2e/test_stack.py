@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.fakes.running_stack import PAGESTREAM, RunningStack
+from tests.fakes.running_stack import PAGESTREAM, ROOT, RunningStack
 
 pytestmark = pytest.mark.e2e
 
@@ -77,6 +80,36 @@ def test_gateways_share_the_port_and_workers_the_requests(
     assert up.run("down").returncode == 0
     assert up.wait_end() == 0
     assert up.leftovers() == []
+
+
+@pytest.mark.long
+def test_a_rolling_restart_replaces_every_process_and_redis(
+    start: Callable[..., RunningStack],
+) -> None:
+    up = start(*PAGESTREAM, "up", "--gateways", "2")
+    up.wait_ready()
+    answer = up.complete(PROMPT)
+
+    def lives() -> set[tuple[str, int]]:
+        seen = json.loads(up.run("ps", "--json").stdout)["processes"]
+        return {(one["role"], one["pid"]) for one in seen}
+
+    up.wait_until(lambda: len(lives()) == 5, "two gateways and the rest")
+    before = lives()
+    command = [sys.executable, ROOT / "deploy" / "rolling-restart", "--redis"]
+    command += ["--ps", f"{shlex.join(PAGESTREAM)} ps --json"]
+    restarting = subprocess.Popen(command, env=up.environ, stdout=subprocess.PIPE, text=True)
+    num_answers = 0
+    while restarting.poll() is None:
+        assert up.complete(PROMPT) == answer
+        num_answers += 1
+    said, _ = restarting.communicate()
+    assert restarting.returncode == 0, said
+    assert said.count("restarting") == 5
+    assert num_answers
+    up.wait_until(lambda: len(lives()) == 5, "all of them again")
+    assert not lives() & before
+    assert up.complete(PROMPT) == answer
 
 
 def test_killing_up_leaves_no_service_behind(start: Callable[..., RunningStack]) -> None:

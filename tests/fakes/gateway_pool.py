@@ -25,6 +25,7 @@ from tests.fakes.paged_oracle import generate
 from wire.bus import Bus
 from wire.config import Settings
 from wire.messages import SamplingParams
+from wire.traces import open_tracing
 
 FACTS = {"vocab_size": VOCAB, "max_position_embeddings": 4096}
 """What a model folder must say, so that the gateway takes the oracle for its model."""
@@ -62,13 +63,16 @@ async def scheduler(settings: Settings, *, orderly: bool = True) -> AsyncIterato
 async def gateway(settings: Settings, name: str | None = None) -> AsyncIterator[str]:
     """Run a gateway while the block lasts; its address."""
     bus = Bus.connect(settings)
-    app = create_app(settings, bus, name, keep_alive_s=0.2)
+    tracing = open_tracing(settings, "gateway", name or "g")
+    app = create_app(settings, bus, name, keep_alive_s=0.2, tracing=tracing)
     try:
         async with serving(app) as url:
             await until(lambda: app[READINESS].model is not None)
             yield url
     finally:
         await bus.close()
+        if tracing is not None:
+            await tracing.close()
 
 
 @dataclass
@@ -116,11 +120,13 @@ async def gateways(*settings: Settings) -> AsyncIterator[Pool]:
 
 
 @asynccontextmanager
-async def make_pool(settings: Settings, *, step_s: float = 0.0) -> AsyncIterator[Pool]:
+async def make_pool(
+    settings: Settings, *, step_s: float = 0.0, **worker: int
+) -> AsyncIterator[Pool]:
     """Run two gateways, a scheduler and a worker."""
     async with (
         scheduler(settings),
-        OracleWorker(settings, step_s=step_s).running(),
+        OracleWorker(settings, step_s=step_s, **worker).running(),
         gateways(settings, settings) as pool,
     ):
         yield pool

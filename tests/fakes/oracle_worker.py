@@ -63,6 +63,7 @@ class OracleWorker:
         self._may_beat = asyncio.Event()
         self._may_beat.set()
         self.fail_next: str | None = None
+        self.goes_wrong_from: int | None = None  # first token of a prompt that ends in an error
         self._settings = settings
         self._step_s = step_s
         self._poison = poison
@@ -166,6 +167,9 @@ class OracleWorker:
             return ModelRunnerOutput(step.epoch, step.step_id, failed=reason)
         if any(new.prompt_token_ids[0] == self._poison for new in step.new_reqs):
             os.kill(os.getpid(), signal.SIGKILL)
+        if isinstance(self._device, PagedOracle):
+            wrong = [n for n in step.new_reqs if n.prompt_token_ids[0] == self.goes_wrong_from]
+            self._device.sick.update(one.req for one in wrong if not one.num_computed_tokens)
         self.num_steps += 1
         started = max(time.monotonic(), self._idle_at)
         self.begun.append(started)

@@ -17,6 +17,7 @@ from wire.messages import (
     HeldRequest,
     ModelRunnerOutput,
     NewRequestData,
+    RequestError,
     RequestLogprobs,
     SamplingParams,
     SchedulerOutput,
@@ -25,6 +26,7 @@ from wire.messages import (
 )
 
 VOCAB = 13
+NAN = -1
 
 
 def absorb(kv: int, token: int) -> int:
@@ -69,6 +71,7 @@ class _Row:
     sampling: SamplingParams
     rules: OracleRules | None
     digests: list[int] = field(default_factory=list)
+    is_sick: bool = False  # what it computes is not finite
 
 
 class PagedOracle:
@@ -89,6 +92,7 @@ class PagedOracle:
         self.rows: dict[int, _Row] = {}
         self.decode_batch: list[int] = []
         self.epoch = epoch
+        self.sick: set[int] = set()  # requests whose next step goes wrong
         self._held: list[HeldRequest] = []  # at the last fence, until a step writes
 
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -102,14 +106,23 @@ class PagedOracle:
         for copies in step.copies:
             self._copy(copies)
         work = self._apply(step)
+        for req in self.sick & self.rows.keys():
+            self.rows[req].is_sick = True
+        self.sick -= self.rows.keys()
         for req, n in work:  # every write of a step comes before every read
             self._write(self.rows[req], n)
         logprobs: list[RequestLogprobs] = []
         sampled = [
             token for req, n in work if (token := self._advance(req, n, logprobs)) is not None
         ]
+        wrong = [req for req, _ in work if self.rows[req].is_sick]
         return ModelRunnerOutput(
-            step.epoch, step.step_id, token_ids(sampled), device_us=1, logprobs=logprobs
+            step.epoch,
+            step.step_id,
+            token_ids(sampled),
+            [RequestError(req, "the logits are not finite") for req in wrong],
+            device_us=1,
+            logprobs=logprobs,
         )
 
     def _answer_fence(self, fence: SchedulerOutput) -> ModelRunnerOutput:
@@ -125,6 +138,7 @@ class PagedOracle:
                     token_ids(row.block_ids),
                 )
                 for req, row in self.rows.items()
+                if not row.is_sick
             ]
         )
         self.rows.clear()
@@ -192,7 +206,7 @@ class PagedOracle:
         start, end = row.num_computed, row.num_computed + n
         assert n > 0 and end <= len(row.tokens), "a step runs known tokens, and at least one"
         for position in range(start, end):
-            self.slots[self._slot(row, position)] = row.digests[position]
+            self.slots[self._slot(row, position)] = NAN if row.is_sick else row.digests[position]
 
     def _advance(self, req: int, n: int, logprobs: list[RequestLogprobs]) -> int | None:
         """Read all the row's slots, as attention does; sample if all known tokens are computed."""
@@ -201,7 +215,9 @@ class PagedOracle:
         for position in range(row.num_computed):
             held = self.slots[self._slot(row, position)]
             assert held is not None, "read a slot that was never written"
-            assert held == row.digests[position], f"position {position} holds another prefix"
+            row.is_sick |= held == NAN
+            is_right = row.is_sick or held == row.digests[position]
+            assert is_right, f"position {position} holds another prefix"
         if row.num_computed < len(row.tokens):
             return None
         index = len(row.tokens) - row.num_prompt_tokens

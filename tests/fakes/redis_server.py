@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.fakes import reaper
+
 KINDS = ("valkey", "redis")
 START_TIMEOUT_S = 10.0
 
@@ -35,15 +37,25 @@ class RedisServer:
     """One server with a folder of its own. Ready when made; `restart` keeps folder and address."""
 
     def __init__(
-        self, kind: str = "valkey", *, aof: bool = False, options: dict[str, str] | None = None
+        self,
+        kind: str = "valkey",
+        *,
+        aof: bool = False,
+        options: dict[str, str] | None = None,
+        has_config: bool = False,  # so that it can remember what it is told to be
     ) -> None:
         binary = find_binary(kind)
         if binary is None:
             raise FileNotFoundError(f"no {kind} server on this machine")
+        reaper.watch()  # a benchmark has no conftest
         self.kind = kind
         self.folder = Path(tempfile.mkdtemp(prefix="ps-redis-"))
         self.socket = self.folder / "redis.sock"
-        self._command = [str(binary), "--port", "0", "--unixsocket", str(self.socket)]
+        self._command = [str(binary)]
+        if has_config:
+            (self.folder / "redis.conf").touch()
+            self._command.append(str(self.folder / "redis.conf"))
+        self._command += ["--port", "0", "--unixsocket", str(self.socket)]
         self._command += ["--dir", str(self.folder), "--save", "", "--daemonize", "no"]
         self._command += ["--logfile", str(self.folder / "log")]
         # Every write, or a kill now and then costs the last ones and the test its certainty.

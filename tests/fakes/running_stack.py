@@ -27,6 +27,7 @@ from wire.config import load
 
 ROOT = Path(__file__).parents[2]
 PAGESTREAM = (sys.executable, "-P", "-m", "pagestream")
+AUDITED = Path(__file__).with_name("audited")
 PATIENCE_S = 300.0  # a busy machine converts the model in minutes
 
 
@@ -42,6 +43,8 @@ class RunningStack:
             "PAGESTREAM_PORT": str(self.port),
             "PAGESTREAM_MODEL_CACHE_DIR": str(models),
             "PAGESTREAM_DRAIN_TIMEOUT_S": "10",
+            "PYTHONPATH": str(AUDITED),
+            "UNPICKLED": str(data_dir.with_suffix(".unpickled")),
             "OMP_NUM_THREADS": "1",  # threads that wait for each other suffer on a busy machine
             "PAGESTREAM_KV_CACHE_MEMORY_BYTES": str(64 * 1024 * 1024),
         }
@@ -81,11 +84,16 @@ class RunningStack:
             assert is_on, f"never: {what}\n{self.errors.read_text()[-2000:]}"
             time.sleep(pause_s)
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run the command line beside it."""
+    def unpickled(self) -> list[str]:
+        """Whatever any of its processes has unpickled, and a line for each that is watched."""
+        return Path(self.environ["UNPICKLED"]).read_text().splitlines()
+
+    def run(self, *arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
+        """Run the command line beside it, with something on its standard input."""
         return subprocess.run(
             [*PAGESTREAM, *arguments],
             env=self.environ,
+            input=given,
             capture_output=True,
             text=True,
             check=False,

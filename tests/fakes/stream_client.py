@@ -44,6 +44,8 @@ class Stream:
     sampling: SamplingParams
     tenant: str = "default"
     is_resumable: bool = False
+    priority: int = 0
+    deadline_ms: int | None = None
     tokens: list[int] = field(default_factory=list)
     handle: int = 0
     asked_at: float = 0.0
@@ -94,6 +96,8 @@ class StreamClient:
         seed: int | None = None,
         tenant: str = "default",
         is_resumable: bool = False,
+        priority: int = 0,
+        deadline_ms: int | None = None,
     ) -> Stream:
         sampling = SamplingParams(
             max_tokens=max_tokens,
@@ -101,7 +105,9 @@ class StreamClient:
             seed=seed or 0,
             eos_token_ids=[] if eos is None else [eos],
         )
-        stream = Stream(secrets.token_hex(16), prompt, sampling, tenant, is_resumable)
+        stream = Stream(
+            secrets.token_hex(16), prompt, sampling, tenant, is_resumable, priority, deadline_ms
+        )
         await self.start(stream)
         return stream
 
@@ -138,6 +144,8 @@ class StreamClient:
             sampling=stream.sampling,
             tenant=stream.tenant,
             resumable=stream.is_resumable,
+            priority=stream.priority,
+            deadline_ms=stream.deadline_ms,
             output_token_ids=token_ids(stream.tokens),
         )
 

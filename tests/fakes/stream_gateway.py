@@ -45,19 +45,19 @@ class Desk:
         except (QueueFullError, BusFullError) as error:
             _say(id=stream.req_id, end="refused", num=0, error=str(error))
             return
-        await self._serve(stream)
+        await self._serve(stream, num_said=0)
 
     async def _adopt(self, order: dict[str, Any]) -> None:
         stream = await self._client.adopt(_stream_of(order))
         self._streams[stream.req_id] = stream
-        await self._serve(stream)
+        await self._serve(stream, num_said=len(order["tokens"]))
 
     async def _abort(self, order: dict[str, Any]) -> None:
         if (stream := self._streams.get(order["id"])) is not None:
             await self._client.abort(stream)
 
-    async def _serve(self, stream: Stream) -> None:
-        num_said = len(stream.tokens)
+    async def _serve(self, stream: Stream, num_said: int) -> None:
+        """Say what comes beyond `num_said` tokens, even what came before the asking was over."""
         while True:
             async with stream.changed:
                 await stream.changed.wait_for(

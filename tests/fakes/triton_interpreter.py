@@ -31,6 +31,12 @@ _TORCH = {
     tl.float8e4b8: torch.float8_e4m3fnuz,
     tl.float8e5b16: torch.float8_e5m2fnuz,
 }
+_IS_OLD = tuple(int(number) for number in triton.__version__.split(".")[:2]) < (3, 9)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+"""What this Triton's interpreter converts; those of AMD's GPUs it did not always."""
+if not _IS_OLD:
+    FLOAT8 = (*FLOAT8, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
 _COMPARISONS = {
     np.less,
     np.less_equal,
@@ -47,7 +53,7 @@ def install() -> None:
     """Run kernels that are decorated from now on in the interpreter, with right arithmetic."""
     if triton.knobs.runtime.interpret:
         return
-    if early := [name for name in sys.modules if name.startswith("kernels.")]:
+    if early := [name for name in sys.modules if name.startswith("kernels.") and _compiles(name)]:
         raise RuntimeError(f"{', '.join(early)} came before the interpreter: already compiled")
     propagates, triton.knobs.propagate_env = triton.knobs.propagate_env, False
     triton.knobs.runtime.interpret = True
@@ -59,6 +65,11 @@ def install() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)  # slow
     _patch_builder(interpreter.InterpreterBuilder)
     _patch_sum(interpreter.ReduceOps)
+
+
+def _compiles(module: str) -> bool:
+    """Whether a module has functions that are made for the compiler already."""
+    return any(isinstance(value, JITFunction) for value in vars(sys.modules[module]).values())
 
 
 def _interpret_library() -> None:

@@ -68,6 +68,7 @@ class World:
         self.steps: list[SchedulerOutput] = []
         self.now = 0.0
         self.num_losses = 0
+        self.sick: set[int] = set()  # requests that went wrong once
         self.num_adopted_tokens = 0
         self._names = iter(f"w{i}" for i in range(10**9))
         for _ in range(workers):
@@ -118,6 +119,12 @@ class World:
         self.sequences[sequence.num] = sequence
         self._submit(sequence)
         return sequence
+
+    def sicken(self, sequence: Sequence) -> None:
+        """Let what this request computes in its next step not be finite."""
+        self.sick.add(sequence.num)
+        for worker in self.workers.values():
+            worker.oracle.sick.add(sequence.num)
 
     def abort(self, sequence: Sequence) -> None:
         self.scheduler.abort_request(sequence.num)
@@ -210,6 +217,8 @@ class World:
             case "error" if end.error_code == "unavailable":
                 patience = any(config.queue_timeout_s for config in self.configs)
                 assert sequence.deadline_ms is not None or patience
+            case "error" if end.error == "the logits are not finite":
+                assert sequence.num in self.sick
             case "error" if end.error_code == "internal":
                 assert self.num_losses >= self.config.max_worker_losses
             case "error":

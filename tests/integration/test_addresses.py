@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.fakes.oracle_worker import VOCAB, OracleWorker
 from tests.fakes.paged_oracle import generate
 from tests.fakes.redis_server import RedisServer, find_binary
 from tests.fakes.running_stack import free_port
+from tests.fakes.sentinels import Watched
 from tests.fakes.stream_client import Stream, StreamClient
 from wire.bus import Bus, BusDownError, retrying
 from wire.config import Settings, load
@@ -104,48 +105,6 @@ async def test_a_pool_lives_on_one_node_of_a_cluster(redis_kind: str) -> None:
 # ---------------------------------------------------------------- Sentinels
 
 
-class Watched:
-    """A master, a replica of it, and a Sentinel that makes the one the other when it dies."""
-
-    def __init__(self, kind: str, folder: Path) -> None:
-        self.ports = free_port(), free_port()
-        self.port = free_port()
-        self._kind, self._folder = kind, folder
-        self.servers = [RedisServer(kind, options={"port": str(port)}) for port in self.ports]
-        self._sentinel: subprocess.Popen[bytes] | None = None
-
-    async def ready(self) -> None:
-        """Wait until the replica follows, and the Sentinel knows it."""
-        replica = self.servers[1].url
-        await command(replica, "REPLICAOF", "127.0.0.1", self.ports[0])
-        while (await command(replica, "INFO", "replication"))["master_link_status"] != "up":
-            await asyncio.sleep(0.05)
-        self._start_sentinel()
-        where = f"redis://127.0.0.1:{self.port}"
-        while (await command(where, "SENTINEL MASTER", "main"))["num-slaves"] != 1:
-            await asyncio.sleep(0.05)
-
-    def _start_sentinel(self) -> None:
-        config = self._folder / "sentinel.conf"
-        config.write_text(
-            f"port {self.port}\ndir {self._folder}\n"
-            f"sentinel monitor main 127.0.0.1 {self.ports[0]} 1\n"
-            "sentinel down-after-milliseconds main 300\n"
-            "sentinel failover-timeout main 2000\n"
-        )
-        binary = find_binary(self._kind)
-        assert binary is not None
-        words = [str(binary), str(config), "--sentinel"]
-        self._sentinel = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-
-    def close(self) -> None:
-        if self._sentinel is not None:
-            self._sentinel.kill()
-            self._sentinel.wait()
-        for server in self.servers:
-            server.close()
-
-
 async def command(url: str, *words: str | int) -> Any:
     bus = Bus.connect(load(redis_url=url))
     try:
@@ -154,20 +113,11 @@ async def command(url: str, *words: str | int) -> Any:
         await bus.close()
 
 
-@contextmanager
-def watched(kind: str, folder: Path) -> Iterator[Watched]:
-    one = Watched(kind, folder)
-    try:
-        yield one
-    finally:
-        one.close()
-
-
-async def test_a_failover_loses_no_request_and_no_token(redis_kind: str, tmp_path: Path) -> None:
-    with watched(redis_kind, tmp_path) as redis:
+async def test_a_failover_loses_no_request_and_no_token(redis_kind: str) -> None:
+    with closing(Watched(redis_kind)) as redis:
         await redis.ready()
         closed = free_port()  # one of several Sentinels may be away
-        where = f"redis+sentinel://127.0.0.1:{closed},127.0.0.1:{redis.port}/main"
+        where = f"redis+sentinel://127.0.0.1:{closed},127.0.0.1:{redis.sentinel_ports[0]}/main"
         async with pool(load(redis_url=where)) as client:
             streams = [await client.submit([n] * 20, 400, seed=n) for n in range(4)]
             for stream in streams:
@@ -182,12 +132,10 @@ async def test_a_failover_loses_no_request_and_no_token(redis_kind: str, tmp_pat
             assert int((await client.bus.server())["tcp_port"]) == redis.ports[1]
 
 
-async def test_nobody_serves_from_a_service_that_no_sentinel_knows(
-    redis_kind: str, tmp_path: Path
-) -> None:
-    with watched(redis_kind, tmp_path) as redis:
+async def test_nobody_serves_from_a_service_that_no_sentinel_knows(redis_kind: str) -> None:
+    with closing(Watched(redis_kind)) as redis:
         await redis.ready()
-        bus = Bus.connect(load(redis_url=f"redis+sentinel://127.0.0.1:{redis.port}/other"))
+        bus = Bus.connect(load(redis_url=redis.url.replace("/main", "/other")))
         with pytest.raises(BusDownError, match="No master found for 'other'"):
             await bus.stats()
         await bus.close()

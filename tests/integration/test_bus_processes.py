@@ -82,16 +82,48 @@ async def test_pools_on_one_server_do_not_meet(make_settings: MakeSettings):
     await two.close()
 
 
+async def leading(bus: Bus) -> int:
+    return (await bus.lead("a", lease_s=60))[0]
+
+
 async def test_a_mirror_is_written_past_a_command_that_is_refused(bus: Bus, redis: Connection):
     await redis.command("SET", bus.keys.waiting(), "not a sorted set")
-    await bus.write(
-        [
-            ("ZADD", bus.keys.waiting(), 1, "a"),
-            ("HSET", bus.keys.stats(), "free_blocks", 3),
-        ]
-    )
+    commands = [
+        ("ZADD", bus.keys.waiting(), 1.5, "a"),
+        ("HSET", bus.keys.stats(), "free_blocks", 3),
+    ]
+    await bus.write_as_leader(await leading(bus), commands)
     assert await bus.stats() == {"free_blocks": "3"}
-    await bus.write([])
+    await bus.write_as_leader(await leading(bus), [])
+
+
+async def test_a_deposed_leader_cannot_touch_a_mirror(bus: Bus):
+    epoch = await leading(bus)
+    assert await leading(bus) > epoch
+    with pytest.raises(FencedError):
+        await bus.write_as_leader(epoch, [("HSET", bus.keys.stats(), "free_blocks", 3)])
+    assert await bus.stats() == {}
+
+
+async def test_a_write_that_was_overtaken_does_nothing(bus: Bus, settings: Settings):
+    """As after a cut: a connection that was given up delivers what it holds all the same."""
+    epoch, earlier = await leading(bus), Bus.connect(settings)
+    await earlier.write_as_leader(epoch, [("HSET", bus.keys.stats(), "n", 1)])
+    for n in (1, 2):
+        await bus.write_as_leader(epoch, [("HSET", bus.keys.stats(), "n", 10 * n)])
+    assert await bus.stats() == {"n": "20"}
+    await earlier.write_as_leader(epoch, [("HSET", bus.keys.stats(), "n", 3)])
+    assert await bus.stats() == {"n": "20"}
+    await earlier.close()
+
+
+async def test_a_leader_may_free_memory_in_a_full_redis(bus: Bus, redis: Connection):
+    epoch = await leading(bus)
+    await bus.write_as_leader(epoch, [("ZADD", bus.keys.waiting(), 1, "a")])
+    await redis.command("CONFIG SET", "maxmemory", 1)
+    more = [("ZADD", bus.keys.waiting(), 2, "b"), ("ZREM", bus.keys.waiting(), "a")]
+    await bus.write_as_leader(epoch, more)
+    assert await redis.command("ZRANGE", bus.keys.waiting(), 0, -1) == []
 
 
 # ---------------------------------------------------------------- which servers will do

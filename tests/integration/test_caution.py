@@ -156,14 +156,22 @@ async def test_a_wish_that_the_scheduler_dies_on_is_set_aside(
         assert len(await reasons(bus)) == 1
 
 
+async def three_starts(bus: Bus) -> int:
+    """Let as many leaders have died early; the epoch of the last one."""
+    epoch, _ = await bus.lead("before", lease_s=60)
+    for _ in range(3):
+        await bus.note_start(epoch)
+    await bus.release_lead("before")
+    return epoch
+
+
 async def test_one_death_at_a_careful_start_condemns_nobody(settings: Settings, bus: Bus) -> None:
     """It may have been a kill, which is nobody's fault."""
     request = EngineCoreRequest("r", "g.1", 1, token_ids([1]), SamplingParams(max_tokens=4))
     await bus.submit([request], 10, 60)
     entry = (await bus.request("r"))["entry"]
-    for _ in range(3):
-        await bus.note_start()
-    await bus.suspect(entry, 1)
+    epoch = await three_starts(bus)
+    await bus.suspect(epoch, entry, 1)
     async with supervised(settings), OracleWorker(settings).running():
         async with asyncio.timeout(PATIENCE_S):
             while (await bus.request("r"))["status"] != "finished":
@@ -179,8 +187,7 @@ async def test_wishes_wait_until_a_careful_start_has_taken_all_in(
     """An abort that was read before its request would be forgotten."""
     request = EngineCoreRequest("r", "g.1", 1, token_ids([1]), SamplingParams(max_tokens=4000))
     await bus.submit([request], 10, 60)
-    for _ in range(3):
-        await bus.note_start()
+    await three_starts(bus)
     async with supervised(settings), asyncio.timeout(PATIENCE_S):
         await bus.abort(AbortRequest("r"))
         while (await bus.request("r")).get("finish_reason") != "abort":

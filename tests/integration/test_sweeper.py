@@ -14,7 +14,7 @@ async def test_only_who_has_been_silent_for_long_is_taken_off_the_roster(bus: Bu
     await bus.beat("worker", "alive", "1", {"state": "ready"}, 600)
     await bus.beat("worker", "dead", "1", {"state": "ready"}, 600)
     await bus.write([("DEL", bus.keys.process("worker", "dead"))])  # as when its time is up
-    sweeper = Sweeper(bus, set)
+    sweeper = Sweeper(bus, 1, set)
     await sweeper.sweep("worker", 0.0)
     await sweeper.sweep("worker", SILENCE_S - 1)
     assert set(await bus.processes("worker")) == {"alive", "dead"}

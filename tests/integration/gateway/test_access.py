@@ -43,6 +43,9 @@ WHO_MAY = {
     "GET /health": "anybody",
     "GET /ready": "anybody",
     "GET /metrics": "admin",
+    "GET /console": "anybody",
+    "GET /console/assets/{name}": "anybody",
+    "GET /console/feed": "user",
     "GET /admin/config": "admin",
     "PATCH /admin/config": "admin",
     "POST /admin/drain": "admin",
@@ -102,6 +105,12 @@ def endpoints(app: web.Application) -> set[str]:
     }
 
 
+def filled(path: str) -> str:
+    """The path with something in the place of its variables."""
+    values = {"id": "0" * 32, "model": "tiny", "name": "console.css"}
+    return path.format_map(values)
+
+
 @pytest.fixture
 async def guarded(
     make_settings: Callable[..., Settings], model_folder: Path, keys: Keys
@@ -134,7 +143,7 @@ async def test_every_role_gets_through_to_what_it_may_do_and_no_further(
     seen = {}
     for endpoint in sorted(endpoints(guarded.app), key=lambda one: "drain" in one):
         method, _, path = endpoint.partition(" ")
-        url = guarded.url + path.replace("{id}", "0" * 32).replace("{model}", "tiny")
+        url = guarded.url + filled(path)
         for who, headers in presented.items():
             for verb in {method, "HEAD"} if method == "GET" else {method}:
                 async with guarded.http.request(verb, url, headers=headers) as response:

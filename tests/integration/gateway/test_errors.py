@@ -61,6 +61,9 @@ async def test_an_error_of_one_choice_ends_the_others(world: World) -> None:
 
 async def test_a_full_queue_is_a_429_and_queues_nothing(world: World) -> None:
     engine = world.engine
+    status, body = await world.complete("x", n=9)
+    assert status == 400
+    assert "MAX_QUEUED_REQUESTS" in body["error"]["message"]
     engine.be_silent()
     waiting = [asyncio.ensure_future(world.complete("x")) for _ in range(8)]
     await engine.wait_for(lambda: engine.num_running == 8)
@@ -69,14 +72,32 @@ async def test_a_full_queue_is_a_429_and_queues_nothing(world: World) -> None:
         assert response.status == 429
         assert int(response.headers["Retry-After"]) >= 1
         assert (await response.json())["error"]["type"] == "rate_limit_error"
-    status, body = await world.complete("x", n=9)
-    assert status == 400
-    assert "MAX_QUEUED_REQUESTS" in body["error"]["message"]
     engine.talk()
     assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 8
     assert len(engine.requests) == 8
     assert (await world.complete("x"))[0] == 200
     assert not engine.aborts  # what was never queued needs none
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_who_comes_to_a_full_queue_is_refused_unread(world: World, path: str) -> None:
+    """But for one whose answer may be there already."""
+    engine, url = world.engine, world.url + path
+    engine.be_silent()
+    waiting = [asyncio.ensure_future(world.complete("x")) for _ in range(8)]
+    await engine.wait_for(lambda: engine.num_running == 8)
+
+    async def status(data: bytes, **more: str) -> int:
+        headers = {"Content-Type": "application/json", **more}
+        async with world.http.post(url, data=data, headers=headers) as response:
+            return int(response.status)
+
+    while await status(b"nonsense") != 429:  # it is known for a moment, and then found out again
+        assert (await world.complete("x"))[0] == 429
+    assert await status(b"nonsense", **{"Idempotency-Key": "k"}) == 400
+    engine.talk()
+    await asyncio.gather(*waiting)
+    assert await status(b"nonsense") == 400
 
 
 async def test_a_full_queue_says_when_to_come_again(world: World) -> None:

@@ -13,6 +13,7 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
+from pagestream.inspect import overview
 from tests.fakes.gateway_pool import Pool, gateways, scheduler
 from tests.fakes.oracle_worker import OracleWorker
 from tests.fakes.redis_server import RedisServer
@@ -158,6 +159,9 @@ async def test_a_pool_works_with_an_account_for_each(guarded: Guarded, oracle_fo
         assert [status for status, _ in answers] == [200, 200]
         assert answers[0] == answers[1]
         await works(pool, bearer)
+        for name in ("scheduler", "viewer"):  # whoever looks from a container, and people
+            seen = await overview(guarded.settings(name))
+            assert {one.role for one in seen.processes} >= {"gateway", "scheduler", "worker"}
 
 
 async def works(pool: Pool, bearer: dict[str, str]) -> None:

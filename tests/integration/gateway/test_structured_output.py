@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.fakes.gateway_world import END, World
@@ -112,9 +114,99 @@ async def test_a_bad_grammar_is_a_400_with_its_place_and_its_reason(
     assert (await world.complete("x"))[0] == 200
 
 
-async def test_a_schema_that_costs_too_much_is_refused_in_time(world: World) -> None:
-    wide = {"enum": [f"{'x' * 90}{i}" for i in range(1200)]}
-    assert (await world.complete("x", **format_of(wide)))[0] == 200
-    explosive = {"structured_outputs": {"regex": "(" * 300 + "a" + "{1,300})" * 300}}
-    status, body = await world.complete("x", **explosive)
-    assert (status, body["error"]["param"]) == (400, "structured_outputs")
+def letters(count: int) -> list[str]:
+    return [chr(ord("a") + n) for n in range(count)]
+
+
+def chain(count: int, rule: str) -> str:
+    return "start: r0\n" + "".join(f"r{n}: {rule.format(n + 1)}\n" for n in range(count))
+
+
+COSTLY: dict[str, dict[str, Any]] = {
+    "expressions that all must match": format_of(
+        {
+            "type": "string",
+            "allOf": [{"pattern": f".*{one}.{{5,90}}{one.upper()}.*"} for one in letters(20)],
+        }
+    ),
+    "repetitions of repetitions": {
+        "structured_outputs": {"regex": "(" * 300 + "a" + "{1,300})" * 300}
+    },
+    "parentheses 60,000 deep": {"structured_outputs": {"regex": "(" * 60_000 + "a" + ")" * 60_000}},
+    "a chain of 2,000 rules": {
+        "structured_outputs": {"grammar": chain(2000, "r{}") + 'r2000: "e"'}
+    },
+    "terminals that double 60 times": {
+        "structured_outputs": {"grammar": chain(60, "r{0} r{0}").upper().replace("START", "start")}
+    },
+    "choices of choices": format_of(
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {f"p{n}{one}": {}}} for one in letters(3)]}
+                for n in range(40)
+            ]
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("fields", COSTLY.values(), ids=COSTLY.keys())
+async def test_a_grammar_that_costs_too_much_is_refused_and_hurts_nobody(
+    world: World, fields: dict[str, Any]
+) -> None:
+    """Some would take minutes and gigabytes, or overflow the stack of whoever compiles them."""
+    asking = asyncio.ensure_future(world.complete("x", **fields))
+    num_served = 0
+    while not asking.done():
+        assert (await world.complete("x"))[0] == 200
+        assert (await world.complete("x", structured_outputs={"regex": f"a{num_served}"}))[0] == 200
+        num_served += 1
+    status, body = await asking
+    assert status == 400, body
+    assert body["error"]["param"] in fields
+    assert num_served
+    again = await world.complete("x", **fields)
+    assert again == (status, body)
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "1,200 constants": format_of({"enum": [f"{'x' * 90}{n}" for n in range(1200)]}),
+    "a million letters": {"structured_outputs": {"regex": "a{1,1000000}"}},
+    "an expression that backtracking takes for ever on": {
+        "structured_outputs": {"regex": "(a+)+b"}
+    },
+    "a list of a million": format_of({"type": "array", "minItems": 1_000_000}),
+    "references that double 25 times": format_of(
+        {
+            "$ref": "#/$defs/d0",
+            "$defs": {
+                "d25": {"type": "integer"},
+                **{
+                    f"d{n}": {"properties": {k: {"$ref": f"#/$defs/d{n + 1}"} for k in "ab"}}
+                    for n in range(25)
+                },
+            },
+        }
+    ),
+}
+
+
+@pytest.mark.parametrize("fields", LARGE.values(), ids=LARGE.keys())
+async def test_a_grammar_is_not_refused_for_looking_large(
+    world: World, fields: dict[str, Any]
+) -> None:
+    assert (await world.complete("x", **fields))[0] == 200
+
+
+async def test_whoever_checks_grammars_may_be_killed(world: World) -> None:
+    asked = {"structured_outputs": {"regex": "b{9}"}}
+    assert (await world.complete("x", structured_outputs={"regex": "a{9}"}))[0] == 200
+    [trial] = [
+        one
+        for one in psutil.Process().children(recursive=True)
+        if "gateway.grammar_trial" in one.cmdline()
+    ]
+    trial.kill()
+    while (found := await world.complete("x", **asked))[0] == 503:
+        pass
+    assert found[0] == 200

@@ -14,7 +14,7 @@ from torch import Tensor
 from gpu_worker import prepare
 from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.torch import TorchAttention
-from gpu_worker.decoder import NativeDecoder
+from gpu_worker.decoder import NativeDecoder, fewest
 from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import load_model
 from gpu_worker.model_runner import ModelRunner
@@ -196,6 +196,37 @@ def play_alone(
         request = driver.requests[req]
         found.append((request.prompt + request.output[:-1], seen[0][0]))
     return found
+
+
+def test_logits_are_the_same_bits_however_many_threads_make_them(
+    make_runner: Callable[..., ModelRunner], seen_logits: list[Tensor]
+) -> None:
+    def logits_of(num_threads: int) -> list[tuple[list[int], Tensor]]:
+        runner = make_runner(dtype="bfloat16")
+        decoder = runner.model.decoder
+        assert isinstance(decoder, NativeDecoder)
+        decoder.use_threads(few=num_threads, most=num_threads)
+        return play_alone(runner, seen_logits, req=5, length=70)
+
+    for (tokens, row), (same_tokens, other) in zip(logits_of(1), logits_of(3), strict=True):
+        assert tokens == same_tokens
+        assert torch.equal(row, other)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "enough"),
+    [
+        ({1: 1.0}, 1),
+        ({1: 1.0, 2: 0.9}, 1),  # the memory is what is waited for: the others' cores stay free
+        ({1: 1.0, 2: 0.6}, 2),
+        ({1: 4.0, 2: 2.0, 4: 1.1, 8: 1.0}, 4),
+        ({1: 0.5, 2: 0.7, 4: 0.9}, 1),  # they stand in one another's way
+    ],
+)
+def test_a_small_step_gets_as_few_threads_as_keep_the_memory_busy(
+    seconds: dict[int, float], enough: int
+) -> None:
+    assert fewest(seconds) == enough
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])

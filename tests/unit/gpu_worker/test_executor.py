@@ -79,7 +79,7 @@ async def test_an_exception_of_the_model_is_an_answer(
     def explode(_runner: ModelRunner, _step: SchedulerOutput) -> ModelRunnerOutput:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(ModelRunner, "execute", explode)
+    monkeypatch.setattr(ModelRunner, "launch", explode)
     result = await executor.submit(SchedulerOutput(1, 1))
     assert result == ModelRunnerOutput(1, 1, failed="RuntimeError: out of memory")
 
@@ -94,7 +94,7 @@ async def test_the_step_that_runs_can_be_seen(
         assert may_end.wait(10)
         return ModelRunnerOutput(step.epoch, step.step_id)
 
-    monkeypatch.setattr(ModelRunner, "execute", slow)
+    monkeypatch.setattr(ModelRunner, "launch", slow)
     assert executor.running is None
     answer = executor.submit(SchedulerOutput(4, 9))
     await asyncio.to_thread(started.wait, 10)

@@ -11,8 +11,8 @@ import torch
 from gpu_worker import kv_cache
 from gpu_worker.attention.base import KVShape
 from gpu_worker.input_batch import Capacity
-from wire.config import load
-from wire.service import StartupError
+from gpu_worker.kv_cache import Room
+from wire.config import SettingsError, load
 
 GIB = 1024**3
 MUCH = 100 * GIB
@@ -21,7 +21,7 @@ MUCH = 100 * GIB
 def fit(budget: int, free: int = MUCH, max_model_len: int = 64, **settings: Any) -> Capacity:
     """Blocks of 1000 bytes and 16 tokens."""
     wanted = Capacity(0, 16, max_model_len, 8, 64, 100)
-    return kv_cache.fit(load(**settings), wanted, 1000, budget, free)
+    return kv_cache.fit(load(**settings), wanted, 1000, Room(budget, free))
 
 
 def test_a_block_has_keys_and_values_of_all_layers() -> None:
@@ -44,19 +44,25 @@ def test_the_cpu_default_is_a_quarter_of_what_is_free_and_at_most_4_gib() -> Non
 
 
 @pytest.mark.parametrize(
-    ("budget", "free", "settings"),
-    [(999, MUCH, {}), (5000, 4999, {}), (0, 4999, {"num_gpu_blocks": 5})],
+    ("budget", "free", "settings", "name"),
+    [
+        (999, MUCH, {}, r"GPU_MEMORY_UTILIZATION=0\.9, KV_CACHE_MEMORY_BYTES not set: "),
+        (-5, -5, {}, r"GPU_MEMORY_UTILIZATION=0\.9, KV_CACHE_MEMORY_BYTES not set: "),
+        (5000, 4999, {"kv_cache_memory_bytes": 5000}, "KV_CACHE_MEMORY_BYTES=5000: "),
+        (0, 4999, {"num_gpu_blocks": 5}, "NUM_GPU_BLOCKS=5: "),
+    ],
 )
-def test_too_little_memory_is_refused_with_the_numbers(
-    budget: int, free: int, settings: dict[str, int]
+def test_a_cache_larger_than_memory_is_refused_by_the_name_of_its_setting(
+    budget: int, free: int, settings: dict[str, int], name: str
 ) -> None:
-    with pytest.raises(StartupError, match=r"1000 bytes .* GiB is free"):
+    """Exit code 2, as for every setting that cannot be used."""
+    with pytest.raises(SettingsError, match=rf"^{name}.* 1000 bytes .* GiB is free"):
         fit(budget, free, **settings)
 
 
 def test_a_cpu_pool_larger_than_main_memory_is_refused() -> None:
     kv_cache.check_cpu_pool(5, 1000, free=5000)
-    with pytest.raises(StartupError, match="NUM_CPU_BLOCKS=6: blocks of 1000 bytes"):
+    with pytest.raises(SettingsError, match="NUM_CPU_BLOCKS=6: blocks of 1000 bytes"):
         kv_cache.check_cpu_pool(6, 1000, free=5999)
 
 

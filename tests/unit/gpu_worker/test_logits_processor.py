@@ -83,7 +83,9 @@ def test_tokens_may_be_noted_one_by_one_or_come_with_the_request() -> None:
     processor = LogitsProcessor(VOCAB)
     processor.add(0, NewRequestData(0, token_ids(prompt), token_ids(), [], 0, 0, how))
     for token in output:
-        processor.note(np.array([0]), [token])
+        for rules in processor.rules_of(np.array([0])):
+            assert rules is not None
+            rules.note(token)
     noted = processor.apply(logits.clone(), np.array([0]))
     assert torch.equal(noted, apply(logits, [(how, prompt, output)]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import transformers
 
 from gpu_worker import model_loader
 from gpu_worker.attention.base import KVShape
-from gpu_worker.model_loader import load_model, pick_dtype, pick_max_model_len
+from gpu_worker.model_loader import load_model, pick_device, pick_dtype, pick_max_model_len
 from tests.fakes import tiny_models
 from wire.config import SettingsError, load
 from wire.service import StartupError
@@ -128,6 +129,41 @@ def test_auto_takes_the_checkpoints_dtype_where_the_processor_is_fast_at_it(
 def test_a_gpu_that_is_not_there_is_a_bad_setting(tiny_folder: Callable[[str], Path]) -> None:
     with pytest.raises(SettingsError, match="DEVICE=cuda"):
         load_model(load(device="cuda"), tiny_folder("llama"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"quantization": "int8"}, "QUANTIZATION=int8: not on a GPU; `none` works here"),
+        ({"batch_invariant": True}, "BATCH_INVARIANT=1: not on a GPU.*; 0 works here"),
+    ],
+)
+def test_what_only_the_cpu_does_is_a_bad_setting_on_a_gpu(
+    settings: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for device in ("auto", "cuda"):
+        with pytest.raises(SettingsError, match=sentence):
+            pick_device(load(device=device, **settings))
+    assert pick_device(load(device="cpu", **settings)) == CPU
+    assert pick_device(load(device="auto")) == torch.device("cuda")
+
+
+def test_weights_that_are_no_numbers_are_told_of_at_start(
+    tiny_folder: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One tensor: whoever meets it fails alone. Most of them: nobody could be served."""
+    model = tiny_models.reference(tiny_folder("llama"))
+    model.model.embed_tokens.weight.data[9, 3] = torch.nan
+    model.save_pretrained(tmp_path / "one")
+    load_model(load(device="cpu"), tmp_path / "one")
+    assert "weights_not_finite" in (told := capsys.readouterr().out)
+    assert "model.embed_tokens.weight" in told
+    for weight in model.parameters():
+        weight.data.view(-1)[0] = torch.inf
+    model.save_pretrained(tmp_path / "all")
+    with pytest.raises(StartupError, match="all: its weights are not finite, in 2"):
+        load_model(load(device="cpu"), tmp_path / "all")
 
 
 def test_a_dtype_that_the_gpu_lacks_is_a_bad_setting(monkeypatch: pytest.MonkeyPatch) -> None:

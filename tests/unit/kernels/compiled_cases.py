@@ -119,13 +119,16 @@ ATTENTION: dict[str, Case] = {
     "prefill d128 small": prefill(128, num_tokens=SMALL),
     "prefill d64 g3": prefill(64, 3),
     "prefill d128 float8": prefill(128, is_float8=True),
-}
-MORE_ATTENTION: dict[str, Case] = {
     "decode d80 mha": decode(80, 1),
+    "decode d96 mqa": decode(96, 24),
+    "decode d128 float16": decode(128, dtype=torch.float16),
     "decode d256": decode(256),
     "decode d128 variant": decode(128, **VARIANT),
     "decode d128 float32": decode(128, dtype=torch.float32),
     "prefill d256": prefill(256),
+    "prefill d80 mha": prefill(80, 1),
+    "prefill d96 mqa": prefill(96, 24),
+    "prefill d128 float16": prefill(128, dtype=torch.float16),
     "prefill d128 variant": prefill(128, **VARIANT),
     "prefill d128 float32": prefill(128, dtype=torch.float32),
 }
@@ -133,8 +136,6 @@ OTHERS: dict[str, Case] = {
     "rotary_and_cache": lambda arch: new_tokens(arch, is_float8=False, is_rotated=True),
     "residual_rmsnorm": normalise,
     "sample": lambda arch: draw(arch, has_penalties=False),
-}
-MORE_OTHERS: dict[str, Case] = {
     "reshape_and_cache": lambda arch: new_tokens(arch, is_float8=False, is_rotated=False),
     "reshape_and_cache float8": lambda arch: new_tokens(arch, is_float8=True, is_rotated=False),
     "rotary_and_cache float8": lambda arch: new_tokens(arch, is_float8=True, is_rotated=True),
@@ -144,8 +145,4 @@ MORE_OTHERS: dict[str, Case] = {
 }
 
 
-def cases_for(arch: str) -> dict[str, Case]:
-    """All on the main target, the heart of it on the others: each takes seconds to compile."""
-    if arch == "sm_90":
-        return ATTENTION | MORE_ATTENTION | OTHERS | MORE_OTHERS
-    return ATTENTION | OTHERS
+CASES = ATTENTION | OTHERS

@@ -11,6 +11,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.paged_cache import FLOAT8, PagedCache
 from kernels.reshape_and_cache import reshape_and_cache
 from kernels.rotary_and_cache import rotary_and_cache
+from tests.fakes import triton_interpreter
 
 SLOTS = [37, -1, 0, 79, 48, -1, 5]  # of 5 blocks of 16: the first and the last slot among them
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -67,7 +68,7 @@ def test_keys_may_lie_head_by_head() -> None:
     assert_same_pools(cache, expected)
 
 
-@pytest.mark.parametrize("dtype", FLOAT8)
+@pytest.mark.parametrize("dtype", triton_interpreter.FLOAT8)
 def test_float8_is_scaled_rounded_and_saturated(dtype: torch.dtype) -> None:
     cache = make_cache(dtype, 2, 64, 64)
     expected = copied(cache)

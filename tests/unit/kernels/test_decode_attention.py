@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.decode_attention import attend_decodes
-from kernels.decode_plan import plan_decodes
+from kernels.decode_plan import plan_decodes, repeatable_plan, work_starts
 from kernels.heuristics import DecodeConfig
 from tests.unit.kernels.paged_batch import PagedBatch, assert_close, make_batch
 
@@ -131,6 +131,25 @@ def test_nan_of_one_sequence_stays_its_own() -> None:
     assert sick[2].isnan().all()
 
 
+@pytest.mark.parametrize("window", [0, 700])
+def test_a_launch_that_is_repeated_follows_lengths_that_are_written_anew(window: int) -> None:
+    """As a CUDA graph does: the same launch, the same tensors, other numbers in them."""
+    batch = make_batch([1, 1, 1, 1], [600, 17, 1030, 33], num_kv_heads=1)
+    seq_lens, starts = torch.zeros(4, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    plan = repeatable_plan(seq_lens, starts, window, max_items=9)
+    config = DecodeConfig(tile=64)
+    for lens in ([600, 17, 1030, 33], [1, 17, 0, 0], [0, 0, 1030, 0]):
+        seq_lens.copy_(torch.tensor(lens))
+        starts.copy_(torch.from_numpy(work_starts(np.array(lens), window)))
+        operands = (batch.query, batch.cache, batch.block_tables)
+        actual = attend_decodes(*operands, plan, scale=SCALE, config=config)
+        expected = reference.attend(
+            *operands, batch.query_start_loc, seq_lens, scale=SCALE, window=window
+        )
+        assert_close(actual, expected)
+        assert not actual[torch.tensor(lens) == 0].any()
+
+
 def test_plan_covers_every_visible_token_once() -> None:
     lens, window, split = np.array([0, 1, 511, 512, 513, 5000]), 700, 512
     plan = plan_decodes(lens, torch.device("cpu"), window, split=split)
@@ -145,4 +164,4 @@ def test_plan_bounds_what_is_in_flight() -> None:
     plan = plan_decodes(lens, torch.device("cpu"), split=100, max_items=8)
     sequences = [(launch.first_seq, launch.num_seqs) for launch in plan.launches]
     assert sequences == [(0, 1), (1, 1), (2, 2), (4, 1), (5, 1)]
-    assert [launch.num_items for launch in plan.launches] == [1, 50, 2, 20, 0]
+    assert [launch.max_items for launch in plan.launches] == [1, 50, 2, 20, 0]

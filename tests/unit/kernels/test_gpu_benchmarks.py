@@ -3,31 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bench import gpu_kernels, tune
+from bench import gpu_batches, gpu_checks, tune
 from kernels import heuristics
 from kernels.heuristics import DecodeConfig, PrefillConfig
 
 CPU = torch.device("cpu")
 
 
-def test_the_benchmark_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("QUERY_HEADS", "KV_HEADS"):
-        monkeypatch.setattr(gpu_kernels, name, 1)
-    monkeypatch.setattr(gpu_kernels, "DIM", 16)
-    gpu_kernels.check(CPU, lengths=(20, 3))
-    wrong = gpu_kernels.decode
+SIZES = replace(gpu_batches.TINY, query_heads=1, dim=16, vocabulary=100)
 
-    def off(batch: gpu_kernels.Batch, **how: object) -> Callable[[], torch.Tensor]:
+
+def test_the_checks_pass_and_see_what_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_checks.check_attention(CPU, SIZES, (20, 3))
+    wrong = gpu_checks.decode
+
+    def off(batch: gpu_batches.Batch, **how: object) -> Callable[[], torch.Tensor]:
         return lambda: wrong(batch, **how)() + 0.1
 
-    monkeypatch.setattr(gpu_kernels, "decode", off)
+    monkeypatch.setattr(gpu_checks, "decode", off)
     with pytest.raises(AssertionError, match="off by"):
-        gpu_kernels.check(CPU, lengths=(20, 3))
+        gpu_checks.check_attention(CPU, SIZES, (20, 3))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "check"),
+    [
+        ("reshape_and_cache", lambda: gpu_checks.check_cache_writes(CPU, SIZES, 20)),
+        ("copy_blocks", lambda: gpu_checks.check_copies(CPU, SIZES)),
+        ("residual_rmsnorm", lambda: gpu_checks.check_rows(CPU, SIZES)),
+        ("sample", lambda: gpu_checks.check_sampling(CPU, SIZES, 4)),
+    ],
+)
+def test_every_check_sees_a_kernel_that_does_something_else(
+    kernel: str, check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check()
+    real = getattr(gpu_checks, kernel)
+
+    def off(first: torch.Tensor, *others: Any) -> Any:
+        return real(first.roll(1, dims=0) if first.ndim else first, *others)
+
+    monkeypatch.setattr(gpu_checks, kernel, off)
+    with pytest.raises(AssertionError):
+        check()
 
 
 def test_what_the_tuner_writes_is_what_a_launch_gets(

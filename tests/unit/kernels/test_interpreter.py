@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.paged_cache import FLOAT8
+from tests.fakes.triton_interpreter import FLOAT8
 
 NUMBERS = [0.0, 1.0, -1.00390625, 3.1415927, 1e-3, -7e4, 1e6, 0.30000001, 447.0, 65504.0]
 NARROW = [torch.bfloat16, *FLOAT8]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 import kernels
@@ -32,14 +31,6 @@ from tests.unit.kernels.paged_batch import PagedBatch, make_batch
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def _no_interpreter() -> Iterator[None]:
-    """A machine without a GPU, as it is."""
-    triton.knobs.runtime.__dict__["interpret"] = False  # by name it would reach the environment
-    yield
-    triton.knobs.runtime.__dict__["interpret"] = True
-
-
 def decode(batch: PagedBatch, **options: Any) -> Tensor:
     plan = plan_decodes(batch.seq_lens.numpy(), CPU)
     return attend_decodes(batch.query, batch.cache, batch.block_tables, plan, scale=0.1, **options)
@@ -49,7 +40,7 @@ def prefill(batch: PagedBatch, **options: Any) -> Tensor:
     return attend_ragged(*batch.operands, scale=0.1, **options)
 
 
-@pytest.mark.usefixtures("_no_interpreter")
+@pytest.mark.usefixtures("no_interpreter")
 def test_off_the_gpu_attention_is_the_reference() -> None:
     batch = make_batch([1, 1, 1], [40, 17, 3])
     expected = reference.attend(*batch.operands, scale=0.1)
@@ -61,7 +52,7 @@ def test_off_the_gpu_attention_is_the_reference() -> None:
     assert (out[:2] == 7.0).all()
 
 
-@pytest.mark.usefixtures("_no_interpreter")
+@pytest.mark.usefixtures("no_interpreter")
 def test_off_the_gpu_everything_else_is_the_reference() -> None:
     pool = torch.zeros(2, 1, 16, 64)
     cache = PagedCache(pool, pool.clone())

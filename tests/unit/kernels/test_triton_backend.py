@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gpu_worker.attention import selector
+from gpu_worker.attention import triton as triton_backend
 from gpu_worker.attention.base import KVShape, LayerAttention
 from gpu_worker.attention.triton import TritonAttention
 from gpu_worker.native.library import NoLibraryError
@@ -19,8 +23,10 @@ from tests.unit.gpu_worker.test_torch_attention import (
     Step,
     assert_same,
 )
+from wire.config import SettingsError, load
 
 SHAPE = KVShape(2, 16, 8)
+WIDE = KVShape(2, 32, 16)  # whose rows are 16 bytes in one byte a number too
 make_step = partial(Step, make_backend=lambda size, dtype: TritonAttention(size, dtype, CPU))
 
 
@@ -50,3 +56,52 @@ def test_each_kernel_gets_its_sequences(sequences: list[Sequence]) -> None:
 def test_what_the_kernels_do_not_know_is_said_before_a_cache_is_made() -> None:
     with pytest.raises(NoLibraryError, match="keys of 12 numbers"):
         TritonAttention(BLOCK, torch.float32, CPU).prepare([SHAPE, KVShape(2, 12, 8)])
+
+
+def test_a_machine_without_a_compiler_takes_plain_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Triton says it at the first launch; what `auto` does then, and what asking for it does."""
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/nowhere")  # choosing sets it, if nobody has
+    monkeypatch.setattr(triton_backend, "reshape_and_cache", refuse)
+    gpu = SimpleNamespace(type="cuda")  # as far as choosing goes
+    make = TritonAttention
+    monkeypatch.setattr(
+        triton_backend,
+        "TritonAttention",
+        lambda size, dtype, _, **how: make(size, dtype, CPU, **how),
+    )
+    choose = partial(selector.select_backend, dtype=torch.float32, device=gpu, shapes=[WIDE])
+    monkeypatch.setattr(selector, "TorchAttention", lambda *_: "plain torch")
+    assert choose(load()) == "plain torch"
+    assert "Failed to find C compiler" in capsys.readouterr().out
+    with pytest.raises(SettingsError, match="ATTENTION_BACKEND=triton: no kernel can be compiled"):
+        choose(load(attention_backend="triton"))
+    with pytest.raises(SettingsError, match=r"KV_CACHE_DTYPE=fp8: only the Triton.*compiled"):
+        choose(load(kv_cache_dtype="fp8"))
+
+
+def test_a_cache_of_one_byte_a_number_is_read_as_it_was_rounded() -> None:
+    """Within what eight bits can hold: three bits behind the first."""
+    backend = partial(TritonAttention, is_float8=True)
+    step = Step(
+        MIXED,
+        WIDE,
+        num_heads=6,
+        dtype=torch.bfloat16,
+        make_backend=lambda size, dtype: backend(size, dtype, CPU),
+    )
+    how = LayerAttention(0.25)
+    assert step.backend.cache(0)[0].dtype == torch.float8_e4m3fn
+    assert_same(step.run(how), step.dense(how), 0.15)
+
+
+@pytest.mark.parametrize("backend", ["auto", "cpu", "torch"])
+def test_a_cpu_has_no_such_cache(backend: str, tmp_path: Path) -> None:
+    settings = load(kv_cache_dtype="fp8", attention_backend=backend, model_cache_dir=tmp_path)
+    with pytest.raises(SettingsError, match=r"^KV_CACHE_DTYPE=fp8: .*`auto` works here"):
+        selector.select_backend(settings, torch.float32, CPU, [SHAPE])

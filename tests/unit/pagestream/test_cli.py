@@ -75,3 +75,24 @@ def test_models_are_listed_as_json(tmp_path: Path) -> None:
     (found,) = json.loads(run("models", "list", "--json").stdout)
     assert (found["model"], found["path"]) == ("org/name", str(folder))
     assert "org/name" in run("models", "list").stdout
+
+
+def test_the_doctor_looks_at_traces_where_they_are_wanted() -> None:
+    assert "traces" not in run("doctor").stdout
+    wish = "OTLP_ENDPOINT=http://user:s3cret@host:4318"
+    found = run("doctor", "--set", wish).stdout
+    assert "traces" in found
+    assert "s3cret" not in found
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--url", "host:8000"], "--url host:8000: must be like http://127.0.0.1:8000"),
+        (["--api-key-file", "/nowhere/key"], "--api-key-file /nowhere/key: "),
+    ],
+)
+def test_a_chat_that_cannot_begin_says_why(options: list[str], sentence: str) -> None:
+    result = run("chat", *options)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"pagestream: {sentence}")

@@ -135,6 +135,11 @@ class Pool(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.world.abort(data.draw(st.sampled_from(self._alive())))
 
+    @precondition(lambda self: self._alive())
+    @rule(data=st.data())
+    def sicken(self, data: st.DataObject) -> None:
+        self.world.sicken(data.draw(st.sampled_from(self._alive())))
+
     @precondition(lambda self: any(lane.swapped for lane in self.world.scheduler.lanes.values()))
     @rule()
     def abort_one_that_is_swapped(self) -> None:

@@ -22,7 +22,7 @@ from scheduler_svc.replay import RecordingError, main, replay
 from tests.fakes.world import World
 from tests.unit.scheduler_svc.test_property import NORMAL, Pool
 
-READ_ONLY = {"next_wake", "check_integrity", "check_capacity"}
+READ_ONLY = {"next_wake", "check_integrity", "check_capacity", "note_time", "take_ended"}
 
 
 class Recordings:

@@ -335,7 +335,7 @@ def test_a_failed_step_is_not_trusted() -> None:
 
 def test_an_error_of_one_request_ends_that_request_alone() -> None:
     scheduler = _scheduler_with_a_step()
-    scheduler.add_request(2, _request(prompt(6)), 0.0)
+    scheduler.add_request(2, _request(prompt(6, start=7)), 0.0)
     assert scheduler.schedule("w", 0.0) is not None
     scheduler.update_from_output("w", ModelRunnerOutput(3, 1, token_ids([1])))
     errors = [RequestError(2, "the logits are not finite")]
@@ -358,6 +358,38 @@ def test_nobody_hits_what_a_request_computed_that_went_wrong() -> None:
     hits = [started.num_cached_tokens for started in scheduler.take_outputs().started]
     assert hits == [0, 0, 4 * BLOCK]
     scheduler.check_integrity()
+
+
+def test_what_went_wrong_is_not_found_however_it_ended() -> None:
+    """Also blocks that were full and not yet published when the request failed."""
+    world = new_world()
+    guilty = world.add(prompt(BLOCK), max_tokens=40)
+    for _ in range(2 * BLOCK + 1):
+        world.step("w0")
+        world.result("w0")
+    world.sicken(guilty)
+    world.finish_everything()
+    assert guilty.finished is not None
+    assert guilty.finished.finish_reason == "error"
+    again = world.add([*prompt(BLOCK), *guilty.tokens], max_tokens=4)
+    world.finish_everything()
+    assert len(again.tokens) == 4
+    assert world.scheduler.totals.prefix_cache_hits == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_whoever_hit_blocks_that_went_wrong_starts_over_without_them(depth: int) -> None:
+    world = new_world(depth=depth)
+    guilty = world.add(prompt(5 * BLOCK), max_tokens=3)
+    world.sicken(guilty)
+    innocent = [world.add(prompt(5 * BLOCK), max_tokens=length) for length in (1, 9)]
+    world.finish_everything()
+    assert world.scheduler.totals.prefix_cache_hits > 0
+    assert guilty.finished is not None
+    assert guilty.finished.finish_reason == "error"
+    for one in innocent:
+        assert one.finished is not None
+        assert one.finished.finish_reason == "length"
 
 
 # ---------------------------------------------------------------- several workers

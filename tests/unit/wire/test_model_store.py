@@ -153,9 +153,9 @@ def test_a_gguf_file_is_converted_once_and_anew_when_it_changed(
     with pytest.raises(ModelMissing, match="not on this machine"):
         resolve(wanted)
     lines: list[str] = []
-    first = ensure(wanted, lines.append)
+    first = ensure(wanted, lambda stage: lines.append(str(stage)))
     assert lines == ["unpacking"]
-    assert first == resolve(wanted) == ensure(wanted, lines.append)
+    assert first == resolve(wanted) == ensure(wanted, lambda stage: lines.append(str(stage)))
     assert first.parent == tmp_path / "cache"
     assert first.name.startswith("tiny-")
     assert lines == ["unpacking"]
@@ -181,7 +181,7 @@ def test_an_exception_of_the_listener_ends_the_conversion(
     gguf = tmp_path / "tiny.gguf"
     gguf.write_bytes(b"GGUF")
 
-    def listener(_line: str) -> None:
+    def listener(_stage: object) -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):

@@ -1,0 +1,92 @@
+"""A client that sends a request byte by byte, or none at all, is waited for only so long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.fakes.gateway_world import PATIENCE_S, ids_of, parse_events
+from tests.fakes.scripted_engine import ScriptedEngine, saying
+from wire.bus import Bus
+from wire.model_store import folder_hash
+
+pytestmark = pytest.mark.redis
+
+LIMIT_S = 1.0
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.fixture
+async def engine(bus: Bus, model_folder: Path) -> AsyncIterator[ScriptedEngine]:
+    async with ScriptedEngine(bus, saying(ids_of("hello world"))) as made:
+        await made.be_ready(folder_hash(model_folder))
+        yield made
+
+
+@pytest.fixture
+async def url(start: Callable[..., Any], engine: ScriptedEngine, port: int) -> str:
+    gateway = await start(port, client_timeout_s=LIMIT_S)
+    await gateway.wait_status("/ready", 200)
+    return str(gateway.url)
+
+
+async def what_comes(port: int, head: bytes, drip: bytes) -> bytes:
+    """Say `head`, and `drip` again and again; all that is answered until the other side closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head)
+
+    async def dripping() -> None:
+        while drip and not writer.is_closing():
+            writer.write(drip)
+            await asyncio.sleep(0.1)
+
+    drops = asyncio.ensure_future(dripping())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        drops.cancel()
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "drip"),
+    [(b"", b""), (HEAD, b""), (HEAD, b"X-Slow: 1\r\n")],
+    ids=["says nothing", "stops in its headers", "goes on with its headers for ever"],
+)
+async def test_a_connection_without_a_request_is_closed(
+    url: str, port: int, head: bytes, drip: bytes
+) -> None:
+    assert await what_comes(port, head, drip) == b""
+
+
+async def test_a_body_that_does_not_end_is_a_408(url: str, port: int) -> None:
+    answer = await what_comes(port, HEAD + b"Content-Length: 1000000\r\n\r\n{", b" ")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+    assert b"the body took more than 1 s to arrive" in answer
+
+
+async def test_a_body_in_endless_pieces_is_a_408(url: str, port: int) -> None:
+    answer = await what_comes(port, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n")
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_an_answer_may_take_longer_than_its_question(
+    url: str, port: int, engine: ScriptedEngine
+) -> None:
+    slow = [asyncio.ensure_future(what_comes(port, HEAD, b"X: 1\r\n")) for _ in range(50)]
+    async with aiohttp.ClientSession() as http:
+        body = {"prompt": "x", "stream": True}
+        engine.be_silent()
+        async with http.post(f"{url}/v1/completions", json=body) as response:
+            await asyncio.gather(*slow)  # each of which was given up after that time
+            engine.talk()
+            events = parse_events(await response.text())
+    assert events[-1] == "[DONE]"
