@@ -173,6 +173,9 @@ async def works(pool: Pool, bearer: dict[str, str]) -> None:
     assert (await pool.get("/v1/requests", **bearer))[0] == 200
     async with pool.http.get(url + "/metrics", headers=bearer) as r:
         assert r.status == 200
+    async with pool.http.get(url + "/console/feed", headers=bearer) as r:
+        await r.content.readuntil(b"event: all\n")
+        assert b'"problem"' not in await r.content.readuntil(b"\n\n")
 
 
 @pytest.mark.parametrize(
