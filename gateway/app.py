@@ -29,7 +29,13 @@ from gateway.console import assets, routes
 from gateway.console.feed import Feed
 from gateway.engine_client import EngineClient
 from gateway.metrics import GatewayFigures
-from gateway.middlewares import OpenRequests, answer_errors, counting, echo_request_id
+from gateway.middlewares import (
+    OpenRequests,
+    answer_errors,
+    counting,
+    echo_request_id,
+    refuse_expectations,
+)
 from gateway.output_router import OutputRouter
 from gateway.readiness import Readiness
 from gateway.request_traces import tracing_requests
@@ -83,6 +89,7 @@ def create_app(
     app[TRACING] = tracing
     app.on_response_prepare.append(echo_request_id)
     app.on_shutdown.append(_end_streams)
+    refuse_expectations(app)
     app.cleanup_ctx.extend(
         [
             _keys_ctx,

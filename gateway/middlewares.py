@@ -10,6 +10,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import structlog
 from aiohttp import web
@@ -23,6 +24,7 @@ log = structlog.get_logger()
 REQUEST_ID_HEADER = "X-Request-Id"
 
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
+_EXPECTED = "100-continue"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 ARRIVAL = web.RequestKey("arrival", float)
 """When a request came, in monotonic seconds."""
@@ -103,6 +105,22 @@ def counting(figures: GatewayFigures) -> Middleware:
             figures.count_response(method, path, status)
 
     return count
+
+
+def refuse_expectations(app: web.Application) -> None:
+    """Have what a client expects refused here, but for what all servers do.
+
+    aiohttp's own refusal repeats the expectation, and so fails over one that is no text.
+    """
+    resolve = app.router.resolve
+
+    async def resolve_if_met(request: web.Request) -> web.UrlMappingMatchInfo | Any:
+        if request.headers.get("Expect", _EXPECTED).lower() != _EXPECTED:
+            body = ApiError(417, "Expect: only 100-continue can be expected", param="Expect").body
+            raise web.HTTPExpectationFailed(text=strict_json(body), content_type="application/json")
+        return await resolve(request)
+
+    app.router.resolve = resolve_if_met  # type: ignore[method-assign]  # it has no hook for this
 
 
 async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 from pydantic.json_schema import models_json_schema
 
+from gateway.app_keys import SETTINGS
 from gateway.errors import strict_json
 from gateway.openai import (
     Body,
@@ -79,18 +80,23 @@ OPERATIONS = (
 )
 
 
-async def show(_: web.Request) -> web.Response:
+async def show(request: web.Request) -> web.Response:
     """`GET /openapi.json`."""
-    return web.json_response(description(), dumps=strict_json)
+    model = request.app[SETTINGS].model_name
+    return web.json_response(description(model), dumps=strict_json)
 
 
 @cache
-def description() -> dict[str, Any]:
-    """Describe all endpoints."""
+def description(model: str | None = None) -> dict[str, Any]:
+    """Describe all endpoints, of a server that has this model and no other."""
     bodies = [one.body for one in OPERATIONS if one.body is not None]
     _, schemas = models_json_schema(
         [(body, "validation") for body in bodies], ref_template=_SCHEMAS + "{model}"
     )
+    if model is not None:
+        for body in bodies:
+            named = {"anyOf": [{"const": model}, {"type": "null"}], "default": None}
+            schemas["$defs"][body.__name__]["properties"]["model"] = named
     paths: dict[str, dict[str, Any]] = {}
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method] = _described(one)

@@ -120,9 +120,9 @@ class NativeDecoder:
         self._weights = weights
         self._library = library.load(
             "decoder",
-            weights.head_dim,
-            weights.head_dim,
             cache_dir,
+            DK=weights.head_dim,
+            DV=weights.head_dim,
             MODEL_TYPE=_C_TYPES[weights.embedding.dtype],
             WEIGHT_TYPE=_C_TYPES[weights.kind],
         )

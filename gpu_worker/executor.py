@@ -36,8 +36,11 @@ from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel, load_model
 from gpu_worker.model_runner import Launched, ModelRunner
+from gpu_worker.native.library import NoLibraryError
 from gpu_worker.native.memory import keep_what_is_freed
+from gpu_worker.native_sampler import NativeSampler
 from gpu_worker.prepare import prepare
+from gpu_worker.sampler import Sampler, sample_in_torch
 from wire.config import Settings
 from wire.messages import ModelRunnerOutput, SchedulerOutput
 
@@ -163,7 +166,22 @@ class Executor:
         self, model: LoadedModel, backend: PagedBackend, capacity: Capacity
     ) -> ModelRunner:
         capture = CudaCapture(model.device) if model.device.type == "cuda" else None
-        return ModelRunner(model, backend, capacity, self._grammars, capture=capture)
+        return ModelRunner(
+            model,
+            backend,
+            capacity,
+            self._grammars,
+            capture=capture,
+            sampler=self._pick_sampler(model.device),
+        )
+
+    def _pick_sampler(self, device: torch.device) -> Sampler:
+        if device.type == "cpu":
+            try:
+                return NativeSampler(self._settings.model_cache_dir / "kernels")
+            except NoLibraryError as error:
+                log.warning("sampling_in_plain_torch", reason=str(error))
+        return sample_in_torch
 
     def _fit(self, model: LoadedModel, backend: PagedBackend) -> Capacity:
         settings = self._settings

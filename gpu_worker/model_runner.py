@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -28,7 +27,6 @@ from torch import Tensor
 
 from gpu_worker import rehearsal
 from gpu_worker.attention.base import AttentionMetadata, PagedBackend, StaticBackend
-from gpu_worker.block_table import IntArray
 from gpu_worker.decode_graphs import Capture, DecodeGraphs
 from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.input_batch import (
@@ -42,7 +40,7 @@ from gpu_worker.input_batch import (
 )
 from gpu_worker.logprobs import MeasuredLogits, prompt_logprobs
 from gpu_worker.model_loader import LoadedModel
-from gpu_worker.sampler import SamplerOutput, make_metadata, sample
+from gpu_worker.sampler import Sampler, SamplerOutput, sample_in_torch
 from gpu_worker.swap import SwapPool
 from gpu_worker.transfer import Arrival, CopyOut, copy_out_of
 from wire.messages import (
@@ -83,6 +81,7 @@ class ModelRunner:
         *,
         capture: Capture | None = None,
         copy_out: CopyOut | None = None,
+        sampler: Sampler = sample_in_torch,
     ) -> None:
         """Make cache and rows. With `capture`, warming up makes decode steps repeatable."""
         self.capacity = capacity
@@ -92,7 +91,7 @@ class ModelRunner:
         self._grammars = grammars
         self._capture = capture
         self._copy_out = copy_out or copy_out_of(model.device)
-        self._device_sampler = _device_sampler() if isinstance(backend, StaticBackend) else None
+        self._sampler = _device_sampler() if isinstance(backend, StaticBackend) else sampler
         backend.alloc_kv(model.kv_shapes, capacity.num_blocks)
         self._swap = SwapPool(backend, len(model.kv_shapes), capacity.num_cpu_blocks)
         self._states = RequestStates(capacity, model.device, grammars)
@@ -224,14 +223,8 @@ class ModelRunner:
         if states.logits_processor.rules_of(sampling):
             self._finish_all()  # rules look at the tokens before
             logits = states.logits_processor.apply(logits, sampling)
-        sampled = self._sample(logits, sampling, output_index)
+        sampled = self._sampler(logits, states.sampling, sampling, output_index)
         return sampled, of_prompts + measured.logprobs_of(sampled.token_ids)
-
-    def _sample(self, logits: Tensor, rows: IntArray, output_index: IntArray) -> SamplerOutput:
-        columns = self._states.sampling
-        if self._device_sampler is not None:
-            return self._device_sampler(logits, columns, rows, output_index)
-        return sample(logits, make_metadata(columns, rows, output_index, logits.device))
 
     def _logits(self, work: Work) -> tuple[Tensor, list[RequestLogprobs]]:
         """(N, vocab) of the rows that sample, and what is wanted of their prompts.
@@ -282,7 +275,7 @@ def _fault(receipt: Receipt, place: int) -> RequestError:
     return RequestError(receipt.reqs[place], rules.fault, "invalid")
 
 
-def _device_sampler() -> Callable[..., SamplerOutput]:
+def _device_sampler() -> Sampler:
     from gpu_worker.device_sampler import sample  # noqa: PLC0415 - Triton is not everywhere
 
     return sample

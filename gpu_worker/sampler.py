@@ -16,6 +16,7 @@ that are as likely as the last one kept are kept too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +62,17 @@ class SamplerOutput:
 
     token_ids: Tensor  # (N,) int64
     is_finite: Tensor  # (N,) bool: False where logits were no numbers; the token means nothing
+
+
+Sampler = Callable[[Tensor, SamplingColumns, IntArray, IntArray], SamplerOutput]
+"""Samples, from logits (N, V) of rows (N,), the output token (N,) of each."""
+
+
+def sample_in_torch(
+    logits: Tensor, columns: SamplingColumns, rows: IntArray, output_index: IntArray
+) -> SamplerOutput:
+    """Sample on any device, with what torch has."""
+    return sample(logits, make_metadata(columns, rows, output_index, logits.device))
 
 
 def make_metadata(

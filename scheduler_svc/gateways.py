@@ -57,7 +57,7 @@ class Gateways:
             try:
                 fields_of = await self._bus.processes("gateway")
             except BusDownError:
-                self._last_heard.clear()  # nobody could be heard: that is no gateway's fault
+                self.forgive_silence()
             else:
                 alive = {process_of(name, fields) for name, fields in fields_of.items() if fields}
                 self._tell(
@@ -81,6 +81,10 @@ class Gateways:
                 self._chronicle.note("gateway_draining", name, "it takes no more requests")
         for name in before.keys() - states.keys():
             self._chronicle.note("gateway_left", name)
+
+    def forgive_silence(self) -> None:
+        """Nobody could be heard for a while: that is no gateway's fault."""
+        self._last_heard.clear()
 
     def _release_orphans(self, alive: set[str], now: float) -> None:
         followers = self._ledger.followers()

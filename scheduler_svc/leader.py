@@ -286,13 +286,20 @@ class Leader:
         while True:
             await asyncio.sleep(self._lease_s / 5)
             epoch, now_ms = await retrying(
-                partial(self._bus.lead, self._owner, self._lease_s, self._epoch)
+                partial(self._bus.lead, self._owner, self._lease_s, self._epoch),
+                max_pause_s=self._lease_s / 5,  # or a worker's time would be up between two tries
+                on_failure=self._forgive_silence,
             )
             if epoch != self._epoch:
                 raise FencedError("another scheduler leads")
             if await self._current_redis_life() != self._redis_life:
                 raise EpochOverError("Redis was restarted")
             self._clock_offset = now_ms / 1000 - time.monotonic()
+
+    def _forgive_silence(self) -> None:
+        """Redis takes nothing, though it may be read: whoever seems silent may well be talking."""
+        self._roster.forgive_silence()
+        self._gateways.forgive_silence()
 
     async def _survive(self) -> None:
         await self._is_open.wait()

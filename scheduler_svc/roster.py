@@ -90,7 +90,7 @@ class Roster:
             try:
                 await self.look()
             except BusDownError:
-                self._forgive_silence()
+                self.forgive_silence()
             await asyncio.sleep(HEARTBEAT_S)
 
     async def look(self) -> None:
@@ -122,6 +122,12 @@ class Roster:
             self._scheduler.remove_worker(process, is_orderly=is_orderly)
         self._chronicle.note("worker_lost", link.name, says)
         log.warning("worker_lost", worker=process, reason=reason)
+
+    def forgive_silence(self) -> None:
+        """Nobody could be heard for a while: that is no worker's fault."""
+        now = time.monotonic()
+        for link in self._links.values():
+            link.beats_changed = now
 
     async def _judge(self, fields_of: FieldsOf) -> None:
         now = time.monotonic()
@@ -240,11 +246,5 @@ class Roster:
         """After a time in which nobody could be heard, nobody's silence counts."""
         now = time.monotonic()
         if now - self._last_look > GAP_S:
-            self._forgive_silence()
+            self.forgive_silence()
         self._last_look = now
-
-    def _forgive_silence(self) -> None:
-        """Nobody could be heard for a while: that is no worker's fault."""
-        now = time.monotonic()
-        for link in self._links.values():
-            link.beats_changed = now

@@ -321,13 +321,18 @@ class Bus(Records):
         await self._connection.script(_APPEND, [key], [entry_id, STREAM_LENGTH, *pairs])
 
 
-async def retrying(call: Callable[[], Awaitable[T]], max_pause_s: float = 1.0) -> T:
+async def retrying(
+    call: Callable[[], Awaitable[T]],
+    max_pause_s: float = 1.0,
+    on_failure: Callable[[], None] = lambda: None,
+) -> T:
     """Repeat a harmless call until Redis answers, with growing, jittered pauses."""
     pause = 0.02
     while True:
         try:
             return await call()
         except BusDownError:
+            on_failure()
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(pause * 2, max_pause_s)
 

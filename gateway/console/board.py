@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gateway.console.block_map import FIRST, HELD, MAX_BLOCKS, BlockMap, runs_of
+from gateway.console.history import figure
 from gateway.console.sight import Fields, Sight, WorkerSight
 from wire.life import LifeLine
 from wire.stream import Entry
@@ -94,7 +95,7 @@ class Board:
         self._change.ended = [row for entry in sight.ended if (row := _ended(entry)) is not None]
         self._events.extend(self._change.events)
         self._ended.extend(self._change.ended)
-        self._pool = {name: float(sight.stats.get(name) or 0) for name in _FIGURES}
+        self._pool = {name: figure(sight.stats, name) for name in _FIGURES}
         workers = [_worker(one) for one in sorted(sight.workers, key=lambda one: one.name)]
         self._change.has_workers = workers != self._workers
         self._workers = workers
@@ -320,4 +321,4 @@ def _processes(role: str, found: dict[str, Fields]) -> Iterator[dict[str, Any]]:
 
 
 def _number(value: str | None) -> int:
-    return int(value) if value is not None and value.isdecimal() else 0
+    return int(value) if value is not None and value.isdecimal() and len(value) < 16 else 0

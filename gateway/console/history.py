@@ -6,6 +6,7 @@ Kept by each gateway, whether anybody looks or not.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -68,10 +69,10 @@ class History:
         sample = _Sample(
             now,
             stats.get("epoch", ""),
-            _figure(stats, "generation_tokens_total"),
-            _figure(stats, "scheduled_tokens_total"),
-            _figure(stats, "prefix_cache_queries_total"),
-            _figure(stats, "prefix_cache_hits_total"),
+            figure(stats, "generation_tokens_total"),
+            figure(stats, "scheduled_tokens_total"),
+            figure(stats, "prefix_cache_queries_total"),
+            figure(stats, "prefix_cache_hits_total"),
         )
         before, self._before = self._before, sample
         rates: list[float | None] = [None, None, None]
@@ -86,8 +87,8 @@ class History:
         point: Point = [
             wall * 1000,
             *rates,
-            100 * _figure(stats, "kv_cache_usage_perc"),
-            *(_figure(stats, f"num_requests_{kind}") for kind in ("running", "waiting", "swapped")),
+            100 * figure(stats, "kv_cache_usage_perc"),
+            *(figure(stats, f"num_requests_{kind}") for kind in ("running", "waiting", "swapped")),
             *together(one.get("ttft_ms", "") for one in gateways),
             *together(one.get("itl_ms", "") for one in gateways),
         ]
@@ -103,12 +104,16 @@ def together(summaries: Iterable[str]) -> tuple[float | None, float | None]:
             median, p95, count = map(float, summary.split())
         except ValueError:
             continue
+        if not all(map(math.isfinite, (median, p95, count))):
+            continue
         total, weighted, high = total + count, weighted + median * count, max(high, p95)
-    return (weighted / total, high) if total else (None, None)
+    return (weighted / total, high) if total > 0 else (None, None)
 
 
-def _figure(stats: Mapping[str, str], name: str) -> float:
+def figure(stats: Mapping[str, str], name: str) -> float:
+    """Read a number of the scheduler's; 0 if there is none that can be shown."""
     try:
-        return float(stats.get(name) or 0)
+        value = float(stats.get(name) or 0)
     except ValueError:
         return 0.0
+    return value if math.isfinite(value) else 0.0

@@ -57,7 +57,7 @@ def _hello(request: web.Request, caller: Caller) -> dict[str, Any]:
         "has_keys": settings.api_keys_file is not None,
         "model": settings.model_name,
         "max_model_len": None if model is None else model.facts.max_model_len,
-        "gateway": request.app[GATEWAY_ID],
+        "gateway": request.app[GATEWAY_ID] if caller.is_admin else "",
         "pool": settings.pool,
         "version": metadata.version("pagestream"),
     }

@@ -135,7 +135,9 @@ class CpuAttention:
     def _library(self, shape: KVShape) -> ctypes.CDLL:
         sizes = shape.key_dim, shape.value_dim
         if sizes not in self._libraries:
-            self._libraries[sizes] = library.load("attention", *sizes, self._cache_dir)
+            self._libraries[sizes] = library.load(
+                "attention", self._cache_dir, DK=shape.key_dim, DV=shape.value_dim
+            )
         return self._libraries[sizes]
 
     def _function(self, name: str, layer: int) -> ctypes._NamedFuncPointer:

@@ -24,10 +24,10 @@ class NoLibraryError(Exception):
     """The kernel cannot be had here; the text says why."""
 
 
-def load(name: str, key_dim: int, value_dim: int, cache_dir: Path, **defines: str) -> ctypes.CDLL:
-    """Compile `name`.cpp for these head sizes, or take what an earlier start compiled.
+def load(name: str, cache_dir: Path, **defines: str | int) -> ctypes.CDLL:
+    """Compile `name`.cpp with these macros, or take what an earlier start compiled.
 
-    `defines` are further macros of the source.
+    The head sizes of attention are DK for keys and DV for values.
 
     Raises:
         NoLibraryError: there is no compiler, or it fails.
@@ -37,10 +37,11 @@ def load(name: str, key_dim: int, value_dim: int, cache_dir: Path, **defines: st
     if compiler is None:
         raise NoLibraryError("no C++ compiler (Debian package g++) is installed")
     lanes, vector_flags = _vectors()
+    value_dim = int(defines.get("DV", lanes))
     if value_dim % lanes:
         raise NoLibraryError(f"head size {value_dim} is no multiple of {lanes}")
-    flags = [*_FLAGS, *vector_flags, f"-DDK={key_dim}", f"-DDV={value_dim}", f"-DVL={lanes}"]
-    flags += [f"-D{macro}={value}" for macro, value in defines.items()]
+    macros = {**defines, "VL": lanes}
+    flags = [*_FLAGS, *vector_flags, *(f"-D{name}={value}" for name, value in macros.items())]
     sources = _sources()
     library = cache_dir / f"{name}-{_digest(sources, flags, compiler)}.so"
     if not library.exists():

@@ -135,6 +135,15 @@ inline vec sigmoidv(vec y) {  // likewise
     const vec share = 1.f / (1.f + e);
     return pick(y < all(0.f), e * share, share);
 }
+inline bool any(ivec lanes) {  // whether a comparison holds in one of them
+#if VL == 16 && defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#else
+    int32_t found = 0;
+    for (int i = 0; i < VL; i++) found |= lanes[i];
+    return found != 0;
+#endif
+}
 template <int BY>
 inline vec turned(vec v) {  // what is BY lanes further on
     ivec lanes;

@@ -123,7 +123,7 @@ def odd_value(draw: random.Random, message: Message) -> None:
     """Put something odd where something sensible stood, at any depth."""
     where, key = draw.choice(list(places(message.body)) or [(None, None)])
     if where is not None:
-        where[key] = draw.choice(ODD)
+        where[key] = copy.deepcopy(draw.choice(ODD))
 
 
 def no_value(draw: random.Random, message: Message) -> None:
@@ -135,18 +135,18 @@ def no_value(draw: random.Random, message: Message) -> None:
 def strange_field(draw: random.Random, message: Message) -> None:
     if isinstance(message.body, dict):
         name = draw.choice(("", "x", "best_of", "suffix", "echo", "functions", "é", "__class__"))
-        message.body[name] = draw.choice(ODD)
+        message.body[name] = copy.deepcopy(draw.choice(ODD))
 
 
 def another_body(draw: random.Random, message: Message) -> None:
-    message.body = draw.choice([*ODD, COMPLETION, CHAT, RESPONSE])
+    message.body = copy.deepcopy(draw.choice([*ODD, COMPLETION, CHAT, RESPONSE]))
 
 
 def deep(draw: random.Random, message: Message) -> None:
     nested: Any = 1
     for _ in range(draw.choice((10, 100, 900))):
         nested = [nested] if draw.random() < 0.5 else {"a": nested}
-    message.body = {**COMPLETION, draw.choice(("prompt", "logit_bias", "x")): nested}
+    message.body = {**copy.deepcopy(COMPLETION), draw.choice(("prompt", "logit_bias", "x")): nested}
 
 
 def header(draw: random.Random, message: Message) -> None:

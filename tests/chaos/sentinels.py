@@ -16,7 +16,11 @@ from tests.chaos.pool import Pool
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.sentinels import Watched, say
 
-OPTIONS = {"min-replicas-to-write": "1", "min-replicas-max-lag": "2"}
+OPTIONS = {
+    "min-replicas-to-write": "1",
+    "min-replicas-max-lag": "2",
+    "repl-diskless-sync-delay": "0",
+}
 TIMES_LONGER = 3  # faults last than with one server, so that a fail-over may fit in
 PATIENCE_S = 60.0  # of a server that comes back: Sentinels look at it for ten seconds first
 

@@ -103,6 +103,9 @@ class ConsoleStack:
         self._processes[name].kill()
         self._processes[name].wait()
 
+    def pid(self, name: str) -> int:
+        return self._processes[name].pid
+
     def begin(self, who: str, num_prompt_tokens: int, max_tokens: int, *, seed: int = 1) -> None:
         """Send a request whose answer is read by nobody; it runs until it ends, or `close`."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)

@@ -322,6 +322,30 @@ async def test_a_leader_that_did_not_look_for_a_while_blames_nobody(
     await leader.close()
 
 
+async def test_while_redis_takes_no_writes_nobodys_silence_counts(
+    settings: Settings, bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As behind a fail-over, until a replica follows: what can still be read grows old."""
+    monkeypatch.setattr("scheduler_svc.gateways.SILENCE_S", 1.5)
+    async with (
+        scheduler(settings),
+        OracleWorker(settings, step_s=0.005).running(),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        streams = [await client.submit([n] * 20, 200) for n in range(3)]
+        await streams[0].has_tokens(5)
+        epoch = (await bus.stats())["epoch"]
+        await bus.write([("CONFIG", "SET", "min-replicas-to-write", 1)])
+        await asyncio.sleep(7)  # heartbeats have vanished, and with them all that is heard
+        await bus.write([("CONFIG", "SET", "min-replicas-to-write", 0)])
+        for stream in streams:
+            end = await stream.finished()
+            assert stream.tokens == want(stream)
+            assert end.num_preemptions == 0
+        assert (await bus.stats())["epoch"] == epoch
+
+
 class UnreliableBus:
     """Loses the first write."""
 

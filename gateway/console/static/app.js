@@ -58,8 +58,9 @@ function greet(value) {
   hello = value;
   chat.model = value.model;
   controls.greet(value);
-  $("door").hidden = true;
   $("main").hidden = false;
+  if (!$("door").hidden) $("main").focus();
+  $("door").hidden = true;
   $("sign-out").hidden = !value.has_keys;
   document.body.dataset.role = value.role;
   $("legend-others").hidden = value.role === "admin";

@@ -78,7 +78,8 @@ export class Controls {
       ? el("select", { id, name }, ...CHOICES[name].map((one) => el("option", { value: one, text: one })))
       : el("input", { id, name, type: "number", step: "any", min: "0", inputmode: "decimal" });
     this.fields.set(name, field);
-    $("limits").append(el("label", { for: id, title: name, text: LABELS[name] ?? name }), field);
+    const label = el("label", { for: id, title: name, text: LABELS[name] ?? name });
+    $("limits").append(el("div", { class: "limit" }, label, field));
   }
 
   changes() {

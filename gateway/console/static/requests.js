@@ -37,7 +37,7 @@ class Line {
     this.tenant = cell("admin-only tenant");
     this.state = el("span", { class: "state" });
     this.worker = cell("roomy");
-    this.tokens = cell("number");
+    this.tokens = cell("number tokens");
     this.preemptions = cell("number roomy");
     this.canvas = el("canvas", { class: "bar", role: "img" });
     this.node = el("tr", { "data-id": id }, el("th", { scope: "row" }, this.button), this.tenant,

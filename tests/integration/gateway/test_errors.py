@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,3 +183,26 @@ async def test_a_wrong_path_or_method_has_an_openai_body(
         assert response.status == status
         assert (status == 405) == ("Allow" in response.headers)
         assert (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/nothing"])
+@pytest.mark.parametrize(
+    ("expected", "status"), [("\udcff\udcfe", 417), ("more", 417), ("100-Continue", None)]
+)
+async def test_only_what_can_be_met_may_be_expected(
+    world: World, path: str, expected: str, status: int | None
+) -> None:
+    """An expectation that is no text is no reason to fail."""
+    host, port = world.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nExpect: {expected}\r\n\r\n"
+    writer.write(head.encode(errors="surrogateescape"))
+    line = await reader.readline()
+    if status is None:
+        assert line == b"HTTP/1.1 100 Continue\r\n"
+    else:
+        assert line.startswith(b"HTTP/1.1 417 ")
+        head_lines = (await reader.readuntil(b"\r\n\r\n")).decode()
+        size = int(re.findall(r"Content-Length: (\d+)", head_lines)[0])
+        assert json.loads(await reader.readexactly(size))["error"]["param"] == "Expect"
+    writer.close()

@@ -76,5 +76,14 @@ def test_a_good_body_is_one_by_the_description() -> None:
     assert not validator.is_valid({"messages": []})
 
 
+def test_the_model_is_the_one_that_is_served() -> None:
+    whole = description("mine")
+    schema = {"$ref": "#/components/schemas/CompletionBody", "components": whole["components"]}
+    validator = jsonschema.Draft202012Validator(schema)
+    assert validator.is_valid({"prompt": "x", "model": "mine"})
+    assert validator.is_valid({"prompt": "x", "model": None})
+    assert not validator.is_valid({"prompt": "x", "model": "another"})
+
+
 def test_it_is_json() -> None:
     assert json.loads(json.dumps(description())) == description()

@@ -93,9 +93,9 @@ def test_a_row_says_the_same_in_every_batch(new_step: Any) -> None:
 def test_what_was_compiled_once_is_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library.load("attention", 16, 16, tmp_path)
+    library.load("attention", tmp_path, DK=16, DV=16)
     monkeypatch.setattr(library, "_compile", lambda *_: pytest.fail("compiled again"))
-    library.load("attention", 16, 16, tmp_path)
+    library.load("attention", tmp_path, DK=16, DV=16)
 
 
 def test_without_a_compiler_plain_torch_is_taken(
@@ -115,4 +115,4 @@ def test_what_the_kernel_cannot_do_is_said(tmp_path: Path) -> None:
     with pytest.raises(NoLibraryError, match="BLOCK_SIZE=24"):
         CpuAttention(24, torch.float32, tmp_path)
     with pytest.raises(NoLibraryError, match="head size 9"):
-        library.load("attention", 9, 9, tmp_path)
+        library.load("attention", tmp_path, DK=9, DV=9)
