@@ -32,6 +32,7 @@ GATEWAY = ("-m", "tests.fakes.stream_gateway")
 
 FIXED = {"requests", "log", "epoch", "last_write", "stats", "tenants"}
 FIXED |= {"workers", "gateways", "schedulers"}
+FIXED |= {"limits", "ended", "events"}  # for people; both streams have a greatest length
 """Keys that every pool has for ever."""
 
 RESTART_PAUSE_S = 0.1
@@ -351,6 +352,7 @@ class Pool:
         workers = await self.bus.processes("worker")
         alive = [f"{name}.{fields.get('incarnation')}" for name, fields in workers.items()]
         allowed = {f"{kind}:{process}" for kind in ("steps", "results") for process in alive}
+        allowed |= {f"cached:{name}" for name in workers}
         prefix = self.bus.keys.named("")
         names = [key.removeprefix(prefix) for key, ttl in await self.keys() if ttl == -1]
         return sorted(set(names) - allowed - FIXED)
