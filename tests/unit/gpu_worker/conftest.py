@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_worker import model_runner
+from gpu_worker import sampler
 from gpu_worker.attention.torch import TorchAttention
 from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel, load_model
@@ -72,5 +72,5 @@ def seen_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
         seen.append(logits.clone())
         return sample(logits, metadata)
 
-    monkeypatch.setattr(model_runner, "sample", watched)
+    monkeypatch.setattr(sampler, "sample", watched)
     yield seen

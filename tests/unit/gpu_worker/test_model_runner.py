@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu_worker import model_runner
+from gpu_worker import sampler
 from gpu_worker.block_table import IntArray, ProtocolError
 from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.model_runner import ModelRunner
@@ -110,7 +110,7 @@ def test_draws_are_numbered_by_output_token(
         seen.append(output_index.tolist())
         return make_metadata(columns, rows, output_index, device)
 
-    monkeypatch.setattr(model_runner, "make_metadata", watched)
+    monkeypatch.setattr(sampler, "make_metadata", watched)
     runner = make_runner()
     fresh = new_request(1)
     resumed = new_request(
