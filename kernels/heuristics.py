@@ -100,8 +100,10 @@ def decode_rule(shape: Shape) -> DecodeConfig:
     is_ampere = shape.arch in _AMPERE
     if shape.head_dim > 128:
         return DecodeConfig(tile=32, num_stages=3 if is_ampere else 2)
-    num_stages = 2 if is_ampere and shape.group > 16 else 3
-    return DecodeConfig(tile=32 if shape.cache_bytes == 1 else 64, num_stages=num_stages)
+    if is_ampere and shape.group > 16:
+        return DecodeConfig(tile=32 if shape.cache_bytes == 1 else 64, num_stages=2)
+    is_narrow = shape.cache_bytes == 1 or (is_ampere and shape.head_dim == 128)
+    return DecodeConfig(tile=32 if is_narrow else 64)
 
 
 def prefill_rule(shape: Shape) -> PrefillConfig:

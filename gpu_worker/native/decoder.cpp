@@ -215,8 +215,9 @@ class Forward {
             for (int64_t row = first; row < end; row += BLOCK_ROWS) {
                 const int rows = int(std::min<int64_t>(BLOCK_ROWS, end - row));
                 if constexpr (IS_SCALED)
-                    multiply_shares(machine, linear, panel, a + row * stride, stride,
-                                    scales + row * num_shares, num_shares, rows, weights, numbers);
+                    multiply_shares(machine, linear, panel,
+                                    Quantized{a, stride, scales, num_shares}.after(row), rows,
+                                    weights, numbers);
                 else
                     machine.block<W>(a + row * stride, stride, rows, weights, linear.num_inputs,
                                      numbers);

@@ -177,15 +177,19 @@ struct TileConfig {
 struct Machine {
     bool has_tiles, is_invariant;
 
+    bool uses_tiles(int rows) const {
+        constexpr int FEW = 4;  // rows below which tiles are mostly empty
+        return has_tiles && (rows >= FEW || is_invariant);
+    }
+
     // `rows` up to BLOCK_ROWS through one panel. Memory of `a` is there for rows up to a multiple
     // of 16.
     template <class W>
     void block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
                typename Beside<W>::Sum *out) const {
 #ifdef HAS_TILES
-        constexpr int FEW = 4;  // rows below which tiles are mostly empty
         if constexpr (!std::is_same_v<W, float>)
-            if (has_tiles && (rows >= FEW || is_invariant)) {
+            if (uses_tiles(rows)) {
                 if (rows > 16) tile_rows<W, true>(a, stride, w, k, out);
                 else tile_rows<W, false>(a, stride, w, k, out);
                 return;
@@ -195,37 +199,93 @@ struct Machine {
     }
 };
 
-// What a panel makes of `rows` of int8 activations, whose scales are [rows][shares]: share by share,
-// since what one makes is an integer and the rest are numbers.
-inline void multiply_shares(const Machine &machine, const Linear &linear, int64_t panel,
-                            const uint8_t *a, int64_t stride, const float *scales,
-                            int64_t num_shares, int rows, const int8_t *w, float *out) {
-    alignas(64) int32_t sums[BLOCK_ROWS * COLS];
-    ivec zeros[NV];
-    vec numbers[NV];
-    for (int i = 0; i < rows * COLS; i++) out[i] = 0.f;
+// Int8 activations as a panel takes them: shares of a row add up as integers, and a row as numbers.
+struct Quantized {
+    const uint8_t *acts;
+    int64_t stride;
+    const float *scales;  // [rows][num_shares]
+    int64_t num_shares;
+
+    Quantized after(int64_t rows) const {
+        return {acts + rows * stride, stride, scales + rows * num_shares, num_shares};
+    }
+};
+
+// What weights of a share add up to where activations are zero.
+inline ivec zeros_of(const Linear &linear, int64_t share, int64_t output) {
+    ivec sums;
+    memcpy(&sums, linear.sums + share * linear.num_outputs + output, sizeof sums);
+    return sums * ZERO;
+}
+
+template <int M>
+void share_rows(const Linear &linear, int64_t panel, Quantized rows, const int8_t *w, float *out) {
+    vec sum[M][NV];
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < NV; v++) sum[m][v] = vec{};
     for (int64_t share = 0; share * SHARE < linear.num_inputs; share++) {
-        machine.block<int8_t>(a + share * SHARE, stride, rows, w + share * SHARE * COLS, SHARE, sums);
-        const int32_t *of_weights = linear.sums + share * linear.num_outputs + panel * COLS;
+        ivec part[M][NV];
         for (int v = 0; v < NV; v++) {
-            memcpy(&zeros[v], of_weights + v * VL, sizeof zeros[v]);
-            zeros[v] *= ZERO;
+            const ivec zeros = zeros_of(linear, share, panel * COLS + v * VL);
+            for (int m = 0; m < M; m++) part[m][v] = -zeros;
         }
-        for (int m = 0; m < rows; m++)
+        for (int64_t i = share * SHARE; i < (share + 1) * SHARE; i += PACK<int8_t>) {
+            const int8_t *at = w + i * COLS;
+            for (int line = 0; line < COLS * PACK<int8_t>; line += 64)
+                __builtin_prefetch(at + AHEAD + line);
             for (int v = 0; v < NV; v++) {
+                const ivec packs = load_packs(at + v * VL * PACK<int8_t>);
+                for (int m = 0; m < M; m++)
+                    part[m][v] = dot(part[m][v], rows.acts + m * rows.stride + i, packs);
+            }
+        }
+        for (int m = 0; m < M; m++)
+            for (int v = 0; v < NV; v++)
+                sum[m][v] += __builtin_convertvector(part[m][v], vec) *
+                             rows.scales[m * rows.num_shares + share];
+    }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < NV; v++)
+            store(out + m * COLS + v * VL,
+                  sum[m][v] * load(linear.scales + panel * COLS + v * VL));
+}
+
+inline void tile_shares(const Machine &machine, const Linear &linear, int64_t panel, Quantized rows,
+                        int num_rows, const int8_t *w, float *out) {
+    alignas(64) int32_t sums[BLOCK_ROWS * COLS];
+    for (int i = 0; i < num_rows * COLS; i++) out[i] = 0.f;
+    for (int64_t share = 0; share * SHARE < linear.num_inputs; share++) {
+        const int64_t first = share * SHARE;
+        machine.block<int8_t>(rows.acts + first, rows.stride, num_rows, w + first * COLS, SHARE, sums);
+        for (int v = 0; v < NV; v++) {
+            const int64_t output = panel * COLS + v * VL;
+            const ivec zeros = zeros_of(linear, share, output);
+            const vec of_outputs = load(linear.scales + output);
+            for (int m = 0; m < num_rows; m++) {
                 ivec sum;
                 memcpy(&sum, sums + m * COLS + v * VL, sizeof sum);
-                numbers[v] = __builtin_convertvector(sum - zeros[v], vec);
                 float *to = out + m * COLS + v * VL;
-                store(to, load(to) + numbers[v] * scales[m * num_shares + share]);
+                const vec part = __builtin_convertvector(sum - zeros, vec) * of_outputs;
+                store(to, load(to) + part * rows.scales[m * rows.num_shares + share]);
             }
-    }
-    const float *of_outputs = linear.scales + panel * COLS;
-    for (int m = 0; m < rows; m++)
-        for (int v = 0; v < NV; v++) {
-            float *to = out + m * COLS + v * VL;
-            store(to, load(to) * load(of_outputs + v * VL));
         }
+    }
+}
+
+// `num_rows` up to BLOCK_ROWS through one panel.
+inline void multiply_shares(const Machine &machine, const Linear &linear, int64_t panel,
+                            Quantized rows, int num_rows, const int8_t *w, float *out) {
+    if (machine.uses_tiles(num_rows))
+        return tile_shares(machine, linear, panel, rows, num_rows, w, out);
+    constexpr int MOST = VL == 16 ? 8 : 1;  // rows whose integer sums fit into registers
+    while (num_rows > 0) {
+        int done;
+        if (num_rows >= MOST) share_rows<MOST>(linear, panel, rows, w, out), done = MOST;
+        else if (num_rows >= 4) share_rows<4>(linear, panel, rows, w, out), done = 4;
+        else if (num_rows >= 2) share_rows<2>(linear, panel, rows, w, out), done = 2;
+        else share_rows<1>(linear, panel, rows, w, out), done = 1;
+        rows = rows.after(done), out += done * COLS, num_rows -= done;
+    }
 }
 
 // A row of n numbers, given VL at a time, as uint8 with a scale for each share. What is no number

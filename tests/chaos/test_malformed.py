@@ -25,6 +25,7 @@ from tests.fakes.tokenizers import write_model_folder
 pytestmark = [pytest.mark.chaos, pytest.mark.redis]
 
 AT_ONCE = 16
+QUIET_S = 30.0
 NEIGHBOUR = {"prompt": [1, 2, 3], "max_tokens": 40, "seed": 7, "temperature": 1.0}
 
 
@@ -76,7 +77,10 @@ async def test_malformed_requests_hurt_nobody(count: int, redis_kind: str, tmp_p
             statuses = await throwing
             assert statuses[400] > count / 4, statuses
             assert num_answers > 3
-            await pool.until(pool.is_quiet)
+            try:
+                await pool.until(pool.is_quiet, QUIET_S)
+            except TimeoutError:
+                pytest.fail(f"not quiet: {await pool.unrest()}")
             assert not [surprise for one in pool.processes for surprise in one.surprises]
             assert not pool.tracebacks()
     finally:
