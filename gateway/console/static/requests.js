@@ -123,6 +123,7 @@ export class Requests {
       if (line) this.tell(line, row, now);
     }
     if (changed.all || changed.ended) this.sortEnded();
+    this.count();
     this.drawBars();
   }
 
@@ -146,13 +147,17 @@ export class Requests {
     }
     this.order = shown;
     this.place($("live"), this.live);
-    const total = rows.length + this.pool.hidden;
-    const running = rows.filter(isRunning).length;
-    setText($("requests-count"), total ? `${number(running)} running · ${number(total - running)} waiting` : "");
     $("more").hidden = rows.length <= FIRST_SHOWN;
     setText($("more"), this.showsAll ? `Show the first ${FIRST_SHOWN}` : `Show all ${number(rows.length)}`);
     this.mark();
     this.showEmpty();
+  }
+
+  count() {
+    const total = this.pool.rows.size + this.pool.hidden;
+    let running = 0;
+    for (const row of this.pool.rows.values()) running += isRunning(row) ? 1 : 0;
+    setText($("requests-count"), total ? `${number(running)} running · ${number(total - running)} waiting` : "");
   }
 
   sortEnded() {
