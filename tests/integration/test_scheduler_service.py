@@ -385,12 +385,14 @@ async def test_a_worker_with_other_blocks_is_refused_and_the_rest_goes_on(
     settings: Settings,
 ) -> None:
     other = OracleWorker(settings, "other", block_size=32)
-    async with pool(settings) as client, other.running(), asyncio.timeout(PATIENCE_S):
-        for i in range(4):
-            stream = await client.submit([i] * 20, 20)
-            await stream.finished()
-            assert stream.tokens == want(stream)
-        assert other.num_steps == 0
+    async with pool(settings) as client, asyncio.timeout(PATIENCE_S):
+        await (await client.submit([9] * 20, 20)).finished()  # the first worker is in use
+        async with other.running():
+            for i in range(4):
+                stream = await client.submit([i] * 20, 20)
+                await stream.finished()
+                assert stream.tokens == want(stream)
+            assert other.num_steps == 0
 
 
 # ---------------------------------------------------------------- recordings
