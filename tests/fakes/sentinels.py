@@ -108,6 +108,7 @@ class Watched:
             f"sentinel failover-timeout {SERVICE} 2000\n"
         )
         words = [str(find_binary(self._kind)), str(config), "--sentinel"]
+        words += ["--set-proc-title", "no"]  # as for the servers
         self._sentinels.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
 
     async def _knows_all(self, port: int) -> bool:

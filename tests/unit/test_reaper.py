@@ -15,13 +15,16 @@ ROOT = Path(__file__).parents[2]
 TESTS = r"""
 import subprocess, sys, time
 from pathlib import Path
+from tests.fakes.redis_server import KINDS, RedisServer, find_binary
 
 def test_starts_and_hangs(tmp_path):
+    servers = [RedisServer(kind) for kind in KINDS if find_binary(kind)]
     sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
     starting = f"import subprocess as s; print(s.Popen({sleeping!r}, stdout=s.DEVNULL).pid)"
     kept = subprocess.Popen(sleeping, start_new_session=True)
     daemon = subprocess.check_output([sys.executable, "-c", starting], start_new_session=True)
-    Path("pids").write_text(f"{kept.pid} {int(daemon)}\n")
+    pids = [kept.pid, int(daemon), *(server.pid for server in servers)]
+    Path("pids").write_text(" ".join(map(str, pids)) + "\n")
     time.sleep(600)
 """
 
