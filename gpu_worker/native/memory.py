@@ -62,7 +62,7 @@ class Pages:
 
 
 def _mapped(size: int) -> mmap.mmap:
-    chunk = mmap.mmap(-1, size)
+    chunk = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         chunk.madvise(mmap.MADV_HUGEPAGE)
     return chunk
