@@ -33,6 +33,8 @@ log = structlog.get_logger()
 PORT_PATIENCE = 5  # heartbeats to wait for a holder of the port to show itself as one of us
 LAST_WORDS_S = 1.0  # what a request gets that is still open after the drain
 
+_CLIENTS_FAULTS = (HttpProcessingError, web.RequestPayloadError)  # what is no HTTP; or no body
+
 
 async def serve(settings: Settings, stopping: asyncio.Event) -> None:
     """Serve until `stopping` is set, then let open requests end.
@@ -80,7 +82,7 @@ def _allow_many_connections() -> None:
 
 def _is_no_clients_fault(record: logging.LogRecord) -> bool:
     """Keep what is no HTTP out of the log: it was answered, and may hold anything."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    return not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_FAULTS))
 
 
 @asynccontextmanager

@@ -147,3 +147,21 @@ async def test_a_model_that_cannot_be_served_ends_it_with_a_sentence(
     assert code == 2
     assert f"MODEL={folder}" in said
     assert "Traceback" not in said
+
+
+async def test_a_body_that_nobody_reads_and_nobody_could_leaves_no_traceback(
+    start: Callable[..., Any], engine: ScriptedEngine, port: int
+) -> None:
+    gateway = await start(port)
+    await gateway.wait_status("/ready", 200)
+    for body in (b"this is not gzip", b"\x1f\x8b" + bytes(64)):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        writer.write(head.encode() + b"Content-Encoding: gzip\r\n\r\n" + body)
+        answer = await asyncio.wait_for(reader.readline(), PATIENCE_S)
+        assert answer.startswith(b"HTTP/1.1 404"), answer
+        await asyncio.wait_for(reader.read(), PATIENCE_S)  # until it is closed
+        writer.close()
+    code, said = await gateway.end()
+    assert code == 0
+    assert "Traceback" not in said, said
