@@ -168,19 +168,23 @@ class Forward {
 
     void rotate(T *head, int64_t position, const float *norm) const {
         constexpr int HALF = DK / 2;
-        float numbers[DK];
-        for (int i = 0; i < DK; i++) numbers[i] = to_float(head[i]);
+        alignas(64) float numbers[DK], turned[DK];
+        vec squares{};
+        for (int i = 0; i < DK; i += VL) {
+            const vec x = load(head + i);
+            squares += x * x;
+            store(numbers + i, x);
+        }
         if (norm) {
-            float squares = 0;
-            for (int i = 0; i < DK; i++) squares += numbers[i] * numbers[i];
-            const float factor = 1.f / std::sqrt(squares / DK + d.eps);
+            const float factor = 1.f / std::sqrt(sum_of(squares) / DK + d.eps);
             for (int i = 0; i < DK; i++) numbers[i] *= factor * norm[i];
         }
         const float *cos = d.cos + position * HALF, *sin = d.sin + position * HALF;
         for (int i = 0; i < HALF; i++) {
-            put(head + i, numbers[i] * cos[i] - numbers[i + HALF] * sin[i]);
-            put(head + i + HALF, numbers[i + HALF] * cos[i] + numbers[i] * sin[i]);
+            turned[i] = numbers[i] * cos[i] - numbers[i + HALF] * sin[i];
+            turned[i + HALF] = numbers[i + HALF] * cos[i] + numbers[i] * sin[i];
         }
+        for (int i = 0; i < DK; i += VL) store(head + i, load(turned + i));
     }
 
     // x += W rows, of which n numbers count.
