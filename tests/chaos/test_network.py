@@ -29,6 +29,7 @@ ROLES: tuple[Role, ...] = ("gateway", "leader", "standby", "worker")
 CUTS_S = [1.0, pytest.param(30.0, marks=pytest.mark.long)]
 STEP_MS = 10
 NUM_PROCESSES = 6
+NUM_DOUBLED = 20  # pieces, at the least
 
 
 class Way(Protocol):
@@ -60,6 +61,17 @@ class Country:
         await asyncio.sleep(seconds)
         way.heal()
         await self.scene.all_is_well()
+
+    async def double(self, role: Role) -> None:
+        """Have all that somebody with a role sends arrive twice, and look whether it is noticed."""
+        clients = await self.scene.bring_to("decode")
+        way = self._way[await self.scene.who(role, clients)]
+        assert isinstance(way, RedisProxy)
+        before = way.num_sent
+        way.doubles = True
+        await way.wait_sent(before + NUM_DOUBLED)
+        await self.scene.all_is_well()
+        way.doubles = False
 
 
 def any_kind() -> str:
@@ -110,6 +122,11 @@ async def test_a_part_that_cannot_reach_redis_costs_no_token(
     role: Role, seconds: float, behind_proxies: Country
 ) -> None:
     await behind_proxies.cut(role, seconds)
+
+
+@pytest.mark.parametrize("role", ROLES)
+async def test_what_arrives_twice_is_done_once(role: Role, behind_proxies: Country) -> None:
+    await behind_proxies.double(role)
 
 
 @pytest.mark.root

@@ -1,7 +1,8 @@
 """A network between a client and a Redis server that can be made bad on purpose.
 
 Owns the sockets; understands nothing of what passes. What it can do is what networks do: lose a
-reply after the command was carried out, hold replies back, cut connections, or change bytes.
+reply after the command was carried out, hold replies back, cut connections, change bytes, or have
+commands arrive twice, as one does that was sent again while the first still was on its way.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+_GHOST_S = 0.05  # how long a doubled command may take, or wait for what it reads
 
 
 class RedisProxy:
@@ -28,6 +32,7 @@ class RedisProxy:
         self._reaches.set()
         self._sent = asyncio.Condition()
         self.num_sent = 0  # pieces that clients have sent
+        self.doubles = False  # whether each of them is carried out twice
         self.rewrite: Callable[[bytes], bytes] = lambda reply: reply
 
     async def __aenter__(self) -> RedisProxy:
@@ -101,11 +106,22 @@ class RedisProxy:
     ) -> None:
         while piece := await reader.read(1 << 20):
             await self._reaches.wait()
+            if self.doubles:
+                await self._carry_out(piece)
             server.write(piece)
             await server.drain()
             async with self._sent:
                 self.num_sent += 1
                 self._sent.notify_all()
+        server.close()
+
+    async def _carry_out(self, piece: bytes) -> None:
+        """Send a piece on a connection of its own, whose replies nobody hears."""
+        replies, server = await asyncio.open_unix_connection(self._upstream)
+        server.write(piece)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_GHOST_S):
+                await replies.read(1 << 20)
         server.close()
 
     async def _pass_replies(

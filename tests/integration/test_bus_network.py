@@ -215,3 +215,11 @@ async def _contents(redis: Connection) -> dict[bytes, object]:
         else:
             found[key] = await redis.command("GET", key)
     return found
+
+
+async def test_the_proxy_does_have_commands_arrive_twice(
+    far_bus: Bus, proxy: RedisProxy, redis: Connection
+) -> None:
+    proxy.doubles = True
+    await far_bus.write([("INCR", "twice")])
+    assert int(await redis.command("GET", "twice")) == 2
