@@ -208,9 +208,18 @@ class PagedOracle:
         for position in range(start, end):
             self.slots[self._slot(row, position)] = NAN if row.is_sick else row.digests[position]
 
+    def _tell_of_prompt(self, req: int, row: _Row, n: int, logprobs: list[RequestLogprobs]) -> None:
+        """Say what is wanted of the prompt tokens that the next `n` tokens predict."""
+        begin, size = row.num_computed, row.num_prompt_tokens
+        predicted = row.tokens[begin + 1 : min(begin + n + 1, size)]
+        if (k := row.sampling.prompt_logprobs) is not None and predicted:
+            records = b"".join(record(token, k, self.vocab) for token in predicted)
+            logprobs.append(RequestLogprobs(req, begin + 1 - size, records))
+
     def _advance(self, req: int, n: int, logprobs: list[RequestLogprobs]) -> int | None:
         """Read all the row's slots, as attention does; sample if all known tokens are computed."""
         row = self.rows[req]
+        self._tell_of_prompt(req, row, n, logprobs)
         row.num_computed += n
         for position in range(row.num_computed):
             held = self.slots[self._slot(row, position)]

@@ -9,9 +9,11 @@ from itertools import islice
 import jsonschema
 
 from tests.chaos.clients import SCHEMA, random_clients
+from tests.fakes.fake_logprobs import record
 from tests.fakes.oracle_rules import END, text_of
 from tests.fakes.oracle_worker import VOCAB
-from tests.fakes.paged_oracle import generate
+from tests.fakes.paged_oracle import PagedOracle, generate
+from tests.fakes.step_driver import StepDriver
 from wire.messages import SamplingParams
 
 
@@ -38,3 +40,18 @@ def test_a_penalty_changes_what_is_said_and_by_what_was_said_before() -> None:
     assert len(set(held)) > len(set(without))
     assert held != without
     assert plain == held, "the size of a penalty alone changes no order"
+
+
+def test_the_oracle_tells_of_each_prompt_token_once_however_the_prompt_is_cut() -> None:
+    driver, oracle = StepDriver(num_blocks=8, block_size=16), PagedOracle(8, 16, epoch=1)
+    prompt = [5, 6, 7, 8, 9]
+    driver.add(1, prompt, SamplingParams(3, 0.0, prompt_logprobs=0))
+    said: dict[int, bytes] = {}
+    for how in ({"start": {1: 2}}, {"chunks": {1: 1}}, {"chunks": {1: 2}}, {}):
+        result = oracle.execute(driver.step(**how))
+        driver.take(result)
+        said |= {one.start: one.records for one in result.logprobs}
+    assert sorted(said) == [-4, -2, -1]
+    assert b"".join(said[start] for start in sorted(said)) == b"".join(
+        record(token, 0, VOCAB) for token in prompt[1:]
+    )
