@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 64  # of a prompt: their logits as float32 need not all be there
 
 
 class MeasuredLogits:
-    """Logits of rows that sample, kept until it is known which tokens they sampled."""
+    """Log-probabilities (M, V) of rows that sample, kept until it is known which tokens (N,)."""
 
     def __init__(
         self, states: RequestStates, rows: IntArray, output_index: IntArray, logits: Tensor
@@ -31,22 +31,23 @@ class MeasuredLogits:
         """Take what is wanted of logits (N, V) of rows (N,), which sample output token (N,)."""
         num_top = states.sampling.num_logprobs[rows]
         places = np.flatnonzero(num_top >= 0)
-        self._reqs = [states.reqs[row] for row in rows[places]]
-        self._output_index = output_index[places].tolist()
-        self._num_top: list[int] = num_top[places].tolist()
-        self._places = torch.from_numpy(places).to(logits.device)
-        self._logprobs: Tensor | None = None  # (M, V) float32
-        if len(places):
+        self._wanted = [
+            (states.reqs[rows[place]], int(output_index[place]), int(num_top[place]))
+            for place in places
+        ]
+        if self._wanted:
+            self._places = torch.from_numpy(places).to(logits.device)
             self._logprobs = logits[self._places].float().log_softmax(-1)
 
     def logprobs_of(self, sampled: Tensor) -> list[RequestLogprobs]:
         """Of the tokens (N,) that were sampled."""
-        if self._logprobs is None:
+        if not self._wanted:
             return []
-        records = _records(self._logprobs, sampled[self._places], self._num_top)
+        num_top = [k for _, _, k in self._wanted]
+        records = _records(self._logprobs, sampled[self._places], num_top)
         return [
-            RequestLogprobs(*one)
-            for one in zip(self._reqs, self._output_index, records, strict=True)
+            RequestLogprobs(req, output_index, record)
+            for (req, output_index, _), record in zip(self._wanted, records, strict=True)
         ]
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from gpu_worker.block_table import IntArray
 from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.native import library
-from gpu_worker.sampler import SamplerOutput, row_keys
+from gpu_worker.sampler import SamplerOutput
 
-_COLUMNS = ("logits", "temperature", "top_p", "min_p", "top_k", "keys")
+_COLUMNS = ("logits", "temperature", "top_p", "min_p", "top_k", "seed", "output_index")
 
 
 class _Rows(ctypes.Structure):
@@ -46,7 +46,7 @@ class NativeSampler:
         token_ids: IntArray = np.empty(num_rows, dtype=np.int64)
         sources = (
             *(columns.temperature[rows], columns.top_p[rows], columns.min_p[rows]),
-            *(columns.top_k[rows], row_keys(columns.seed[rows], output_index)),
+            *(columns.top_k[rows], columns.seed[rows], output_index),
         )
         addresses = (source.ctypes.data for source in sources)
         work = _Rows(

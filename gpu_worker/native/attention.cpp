@@ -1,15 +1,16 @@
 // Attention as attention/cpu.py calls it: a layer at a time, threads by OpenMP.
 
+#include <omp.h>
+
 #include "attention.h"
 
 namespace {
 
 template <class T>
 void attend(const Attention<T> &attention) {
-    const auto first_tile = Attention<T>::first_tiles(attention.step);
-    const int64_t num_items = first_tile.back() * attention.step.num_kv_heads;
-#pragma omp parallel for schedule(dynamic, 2)
-    for (int64_t item = 0; item < num_items; item++) attention.attend(item, first_tile);
+    const Items items(attention.step, omp_get_max_threads());
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t i = 0; i < items.size(); i++) attention.attend(items, i);
 }
 
 template <class T>

@@ -9,7 +9,8 @@
 // multiplied and added up by one instruction lie side by side.
 //
 // A *tile* is up to R query rows of one sequence and one kv head: query position and head of the
-// group (GQA) packed together, so that each key and value that is loaded serves R rows. A row sees
+// group (GQA) packed together, so that each key and value that is loaded serves R rows. Where a tile
+// is all there is of a sequence, several kv heads go together, as their blocks lie. A row sees
 // the keys [first, last). Softmax is online, in powers of two.
 
 #pragma once
@@ -23,17 +24,14 @@ namespace {
 constexpr int GROUP = 16;          // tokens of a group
 constexpr int LANES = GROUP / VL;  // registers that hold one number for each token of a group
 constexpr int R = 12;              // rows of a full tile
-constexpr int AHEAD_GROUPS = 2;    // groups that are asked for before they are needed
+constexpr int HEADS = 8;           // key/value heads that are gone through together, at most
+constexpr float HEADROOM = 8.f;    // above the largest score so far, in powers of two
 
 static_assert(GROUP % VL == 0 && DV % VL == 0, "sizes are multiples of the vector length");
 
 // ------------------------------------------------------------------ one tile
 
-// Have a line come into the second cache: more of them can be on their way than into the first.
-inline void ask_for(const char *line) { __builtin_prefetch(line, 0, 2); }
-
 struct Layer {
-    int64_t num_kv_heads, block_size;
     float scale;    // of the scores
     float softcap;  // 0: none
 };
@@ -46,101 +44,134 @@ struct Row {
     float sink;  // NONE: the head has none
 };
 
-template <class T, int N>
-void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64_t *blocks,
-                 int64_t head, const Layer &layer) {
-    constexpr int W = DV / VL;
-    constexpr int SLICES = N <= 4 && W % 4 == 0 ? 4 : N <= 8 && W % 2 == 0 ? 2 : 1;
-    constexpr int P = PACK<T>;
-    static_assert(DK % (2 * P) == 0, "packs of a key are added up by turns");
-    alignas(64) T q[DK / P][N][P];
-    vec acc[N][W];
-    float top[N];   // running maximum of each row
-    vec total[N];   // and sum of powers of two, over all lanes
-    int64_t begin = rows[0].first, end = rows[0].last, full_begin = begin, full_end = end;
-    // With a soft cap the scores are capped before they become exponents of two.
-    const float factor = layer.softcap > 0 ? layer.scale / layer.softcap : layer.scale * LOG2E;
-    for (int r = 0; r < N; r++) {
-        top[r] = rows[r].sink == NONE ? NONE : rows[r].sink * LOG2E;
-        total[r] = vec{};
-        if (rows[r].sink != NONE) total[r][0] = 1.f;
-        for (int d = 0; d < DK; d++) q[d / P][r][d % P] = rows[r].query[d];
-        for (int w = 0; w < W; w++) acc[r][w] = vec{};
-        begin = std::min(begin, rows[r].first);
-        end = std::max(end, rows[r].last);
-        full_begin = std::max(full_begin, rows[r].first);
-        full_end = std::min(full_end, rows[r].last);
+template <class T>
+struct Group {  // of one head
+    const T *keys, *values;
+};
+
+// What rows of one sequence and some heads that lie side by side have to read.
+template <class T>
+struct Reading {
+    const T *keys, *values;  // of the layer
+    const int64_t *blocks;   // of the sequence
+    int64_t num_kv_heads, groups_per_block;
+    int64_t head, num_heads;
+    int64_t first, end;  // groups
+
+    Group<T> at(int64_t group, int64_t h) const {
+        const int64_t block = blocks[group / groups_per_block] * num_kv_heads + head + h;
+        const int64_t token = (block * groups_per_block + group % groups_per_block) * GROUP;
+        return {keys + token * DK, values + token * DV};
     }
-    vec lane;
-    for (int i = 0; i < VL; i++) lane[i] = float(i);
+};
 
-    const int64_t groups_per_block = layer.block_size / GROUP;
-    const auto keys_of = [&](int64_t g) {
-        const int64_t at = blocks[g / groups_per_block] * layer.num_kv_heads + head;
-        return keys + (at * groups_per_block + g % groups_per_block) * DK * GROUP;
-    };
-    const auto values_of = [&](int64_t g) {
-        const int64_t at = blocks[g / groups_per_block] * layer.num_kv_heads + head;
-        return values + (at * layer.block_size + g % groups_per_block * GROUP) * DV;
-    };
-    for (int64_t g = begin / GROUP; g * GROUP < end; g++) {
-        const int64_t t0 = g * GROUP;
-        const T *k = keys_of(g), *v = values_of(g);
-        // Groups are all over the memory. One further on is asked for, a little at a time, so that
-        // it comes while this one is computed.
-        const int64_t next = (g + AHEAD_GROUPS) * GROUP < end ? g + AHEAD_GROUPS : g;
-        const char *next_k = (const char *)keys_of(next), *next_v = (const char *)values_of(next);
+// Have a line come into the second cache: more of them can be on their way than into the first.
+inline void ask_for(const void *line) { __builtin_prefetch(line, 0, 2); }
 
-        vec s[N][LANES], odd[N][LANES];  // two sums for each: adding up has a latency
+// N rows of one head, while its keys and values pass by a group at a time.
+template <class T, int N>
+class Pass {
+    static constexpr int W = DV / VL, P = PACK<T>;
+    static constexpr int SLICES = N <= 4 && W % 4 == 0 ? 4 : N <= 8 && W % 2 == 0 ? 2 : 1;
+    static_assert(DK % (2 * P) == 0, "packs of a key are added up by turns");
+
+  public:
+    void start(const Row<T> *of_head, const Layer &of_layer) {
+        rows = of_head, layer = &of_layer;
+        begin = full_begin = rows[0].first, end = full_end = rows[0].last;
+        for (int r = 0; r < N; r++) {
+            top[r] = rows[r].sink == NONE ? NONE : rows[r].sink * LOG2E;
+            total[r] = vec{};
+            if (rows[r].sink != NONE) total[r][0] = 1.f;
+            for (int d = 0; d < DK; d++) q[d / P][r][d % P] = rows[r].query[d];
+            for (int w = 0; w < W; w++) acc[r][w] = vec{};
+            begin = std::min(begin, rows[r].first);
+            end = std::max(end, rows[r].last);
+            full_begin = std::max(full_begin, rows[r].first);
+            full_end = std::min(full_end, rows[r].last);
+        }
+    }
+
+    int64_t first_group() const { return begin / GROUP; }
+    int64_t end_group() const { return (end + GROUP - 1) / GROUP; }
+
+    // Take the tokens from t0 on. Groups are all over the memory: a later one is asked for, a little
+    // at a time, so that it comes while this one is computed.
+    void take(int64_t t0, Group<T> here, Group<T> later) {
+        vec s[N][LANES];
+        score(here.keys, later.keys, s);
+        if (t0 < full_begin || t0 + GROUP > full_end) hide(t0, s);
+        alignas(64) T p[N][GROUP];
+        for (int r = 0; r < N; r++) weigh(r, s[r], p[r]);
+        add(t0, here.values, later.values, p);
+    }
+
+    void finish() const {
+        for (int r = 0; r < N; r++) {
+            const float sum = sum_of(total[r]), share = sum == 0 ? 0.f : 1.f / sum;
+            for (int w = 0; w < W; w++) store(rows[r].out + w * VL, acc[r][w] * share);
+        }
+    }
+
+  private:
+    void score(const T *k, const T *later, vec (&s)[N][LANES]) const {
+        vec odd[N][LANES];  // two sums for each: adding up has a latency
         for (int r = 0; r < N; r++)
             for (int l = 0; l < LANES; l++) s[r][l] = odd[r][l] = vec{};
         for (int d = 0; d < DK; d += 2 * P)
             for (int l = 0; l < LANES; l++) {
-                const T *at = k + d * GROUP + l * VL * P;
-                ask_for(next_k + (d * GROUP + l * VL * P) * sizeof(T));
-                ask_for(next_k + ((d + P) * GROUP + l * VL * P) * sizeof(T));
-                const auto k0 = load_packs(at), k1 = load_packs(at + P * GROUP);
+                const int at = d * GROUP + l * VL * P, next = at + P * GROUP;
+                ask_for(later + at);
+                ask_for(later + next);
+                const auto k0 = load_packs(k + at), k1 = load_packs(k + next);
                 for (int r = 0; r < N; r++) s[r][l] = dot(s[r][l], q[d / P][r], k0);
                 for (int r = 0; r < N; r++) odd[r][l] = dot(odd[r][l], q[d / P + 1][r], k1);
             }
+        // With a soft cap the scores are capped before they become exponents of two.
+        const float cap = layer->softcap, factor = layer->scale * (cap > 0 ? 1.f / cap : LOG2E);
         for (int r = 0; r < N; r++)
-            for (int l = 0; l < LANES; l++) s[r][l] = (s[r][l] + odd[r][l]) * factor;
+            for (int l = 0; l < LANES; l++) {
+                s[r][l] = (s[r][l] + odd[r][l]) * factor;
+                if (cap > 0) s[r][l] = tanhv(s[r][l]) * (cap * LOG2E);
+            }
+    }
 
-        const bool is_edge = t0 < full_begin || t0 + GROUP > full_end;
-        alignas(64) T p[N][GROUP];
-        for (int r = 0; r < N; r++) {
-            float peak = top[r];
+    void hide(int64_t t0, vec (&s)[N][LANES]) const {  // from each row what it does not see
+        vec lane;
+        for (int i = 0; i < VL; i++) lane[i] = float(i);
+        for (int r = 0; r < N; r++)
             for (int l = 0; l < LANES; l++) {
-                if (layer.softcap > 0) s[r][l] = tanhv(s[r][l]) * (layer.softcap * LOG2E);
-                if (is_edge) {
-                    const vec t = lane + float(l * VL);
-                    const ivec seen = (t >= all(float(rows[r].first - t0))) &
-                                      (t < all(float(rows[r].last - t0)));
-                    s[r][l] = pick(seen, s[r][l], all(NONE));
-                }
-                peak = std::max(peak, max_of(s[r][l]));
+                const vec t = lane + float(l * VL);
+                const ivec seen =
+                    (t >= all(float(rows[r].first - t0))) & (t < all(float(rows[r].last - t0)));
+                s[r][l] = pick(seen, s[r][l], all(NONE));
             }
-            if (peak == NONE) {  // this row sees nothing yet, or nothing that is a number
-                for (int t = 0; t < GROUP; t++) p[r][t] = 0;
-                for (int l = 0; l < LANES; l++)
-                    total[r] = pick(s[r][l] != s[r][l], s[r][l], total[r]);
-                continue;
-            }
-            if (peak > top[r]) {
-                const float shrink = exp2v(all(top[r] - peak))[0];
-                total[r] *= shrink;
-                for (int w = 0; w < W; w++) acc[r][w] *= shrink;
-                top[r] = peak;
-            }
-            for (int l = 0; l < LANES; l++) {
-                vec e = exp2v(s[r][l] - peak);
-                if (is_edge) e = pick(s[r][l] == all(NONE), vec{}, e);
-                e = pick(s[r][l] != s[r][l], s[r][l], e);  // what is no number stays none
-                total[r] += e;
-                store(p[r] + l * VL, e);
-            }
+    }
+
+    void weigh(int r, const vec (&s)[LANES], T *p) {
+        ivec is_above{};
+        for (int l = 0; l < LANES; l++) is_above |= s[l] > all(top[r]);
+        if (any(is_above)) raise(r, s);
+        for (int l = 0; l < LANES; l++) {
+            vec e = exp2v(s[l] - top[r]);
+            e = pick(s[l] == all(NONE), vec{}, e);
+            e = pick(s[l] != s[l], s[l], e);  // what is no number stays none
+            total[r] += e;
+            store(p + l * VL, e);
         }
+    }
 
+    // Scores may come up to `top`. It is raised further than it must be, so that this is rare.
+    void raise(int r, const vec (&s)[LANES]) {
+        float peak = max_of(s[0]);
+        for (int l = 1; l < LANES; l++) peak = std::max(peak, max_of(s[l]));
+        const float raised = peak + HEADROOM, shrink = exp2v(all(top[r] - raised))[0];
+        total[r] *= shrink;
+        for (int w = 0; w < W; w++) acc[r][w] *= shrink;
+        top[r] = raised;
+    }
+
+    void add(int64_t t0, const T *v, const T *later, const T (&p)[N][GROUP]) {
         // Beyond the end the cache may hold anything, NaN among it: it is not read.
         const int from = int(std::max<int64_t>(begin - t0, 0));
         const int to = int(std::min<int64_t>(end - t0, GROUP));
@@ -150,8 +181,9 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
                 for (int i = 0; i < SLICES; i++) a[r][i] = acc[r][w + i];
             for (int t = from - from % P; t < to; t += P)
                 for (int i = 0; i < SLICES; i++) {
-                    ask_for(next_v + (t * DV + (w + i) * VL * P) * sizeof(T));
-                    auto packs = load_packs(v + t * DV + (w + i) * VL * P);
+                    const int at = t * DV + (w + i) * VL * P;
+                    ask_for(later + at);
+                    auto packs = load_packs(v + at);
                     if constexpr (P == 2) {
                         if (t < from) packs &= 0xffff0000u;
                         if (t + 1 >= to) packs &= 0x0000ffffu;
@@ -162,29 +194,55 @@ void attend_rows(const Row<T> *rows, const T *keys, const T *values, const int64
                 for (int i = 0; i < SLICES; i++) acc[r][w + i] = a[r][i];
         }
     }
-    for (int r = 0; r < N; r++) {
-        const float sum = sum_of(total[r]), share = sum == 0 ? 0.f : 1.f / sum;
-        for (int w = 0; w < W; w++) store(rows[r].out + w * VL, acc[r][w] * share);
-    }
+
+    const Row<T> *rows;
+    const Layer *layer;
+    int64_t begin, end;            // keys that some row sees
+    int64_t full_begin, full_end;  // and that all of them see
+    alignas(64) T q[DK / P][N][P];
+    vec acc[N][W];  // sums of values
+    vec total[N];   // and of their weights, over all lanes
+    float top[N];
+};
+
+// N rows of each head, from row `at` on. Keys of the heads lie side by side and are gone through
+// together, since memory is fastest in order. `upcoming` is likely to be read after this.
+template <class T, int N, int MOST>
+void attend_rows(const Row<T> (*rows)[R], int at, const Reading<T> &reading,
+                 const Reading<T> &upcoming, const Layer &layer) {
+    Pass<T, N> passes[MOST];
+    const int num_heads = MOST == 1 ? 1 : int(reading.num_heads);
+    for (int h = 0; h < num_heads; h++) passes[h].start(rows[h] + at, layer);
+    constexpr int64_t ahead = MOST == 1 ? 2 : 1;  // groups to be asked for
+    const int64_t end = passes[0].end_group();
+    for (int64_t g = passes[0].first_group(); g < end; g++)
+        for (int h = 0; h < num_heads; h++) {
+            const int64_t beyond = upcoming.first + g + ahead - end;
+            const Group<T> later = g + ahead < end
+                                       ? reading.at(g + ahead, h)
+                                       : upcoming.at(std::min(beyond, upcoming.end - 1), h);
+            passes[h].take(g * GROUP, reading.at(g, h), later);
+        }
+    for (int h = 0; h < num_heads; h++) passes[h].finish();
 }
 
 template <class T>
-void attend_tile(const Row<T> *rows, int n, const T *keys, const T *values, const int64_t *blocks,
-                 int64_t head, const Layer &layer) {
-    while (n > 0) {
-        int step;
-        switch (n) {
-            case 1: step = 1; attend_rows<T, 1>(rows, keys, values, blocks, head, layer); break;
-            case 2: step = 2; attend_rows<T, 2>(rows, keys, values, blocks, head, layer); break;
-            case 3: step = 3; attend_rows<T, 3>(rows, keys, values, blocks, head, layer); break;
-            case 4: case 5: step = 4; attend_rows<T, 4>(rows, keys, values, blocks, head, layer); break;
-            case 6: case 7: step = 6; attend_rows<T, 6>(rows, keys, values, blocks, head, layer); break;
-            case 8: case 9: case 10: case 11:
-                step = 8; attend_rows<T, 8>(rows, keys, values, blocks, head, layer); break;
-            default: step = R; attend_rows<T, R>(rows, keys, values, blocks, head, layer);
-        }
-        rows += step;
-        n -= step;
+void attend_tile(const Row<T> (*rows)[R], int n, const Reading<T> &reading,
+                 const Reading<T> &upcoming, const Layer &layer) {
+    const auto attend = [&](auto num_rows, int at) {
+        if (reading.num_heads == 1) attend_rows<T, num_rows(), 1>(rows, at, reading, upcoming, layer);
+        else attend_rows<T, num_rows(), HEADS>(rows, at, reading, upcoming, layer);
+        return num_rows();
+    };
+    for (int at = 0; at < n;) {
+        const int left = n - at;
+        if (left >= R) at += attend(std::integral_constant<int, R>{}, at);
+        else if (left >= 8) at += attend(std::integral_constant<int, 8>{}, at);
+        else if (left >= 6) at += attend(std::integral_constant<int, 6>{}, at);
+        else if (left >= 4) at += attend(std::integral_constant<int, 4>{}, at);
+        else if (left == 3) at += attend(std::integral_constant<int, 3>{}, at);
+        else if (left == 2) at += attend(std::integral_constant<int, 2>{}, at);
+        else at += attend(std::integral_constant<int, 1>{}, at);
     }
 }
 
@@ -193,10 +251,58 @@ void attend_tile(const Row<T> *rows, int n, const T *keys, const T *values, cons
 struct Step {  // as attention/cpu.py fills it; all addresses are of int64 arrays
     const int64_t *query_start_loc, *seq_lens, *slots, *block_tables;
     int64_t num_seqs, num_tokens, table_stride, num_heads, num_kv_heads, block_size;
+
+    int64_t query_len(int64_t s) const { return query_start_loc[s + 1] - query_start_loc[s]; }
+    int64_t num_rows(int64_t s) const { return query_len(s) * (num_heads / num_kv_heads); }
+};
+
+// How a step is cut into items: one tile each, of one head or of several.
+class Items {
+  public:
+    struct Item {
+        int64_t seq, tile, head, num_heads;
+    };
+
+    Items(const Step &step, int64_t num_threads)
+        : step(step), num_threads(num_threads), heads(step.num_seqs), first(step.num_seqs + 1) {
+        int64_t all_keys = 0;  // that are gone through
+        for (int64_t s = 0; s < step.num_seqs; s++)
+            all_keys += num_tiles(s) * step.num_kv_heads * step.seq_lens[s];
+        // Enough items for each thread to be busy until the end.
+        const int64_t most_keys = all_keys / (4 * num_threads);
+        for (int64_t s = 0; s < step.num_seqs; s++) {
+            const int64_t most = std::min<int64_t>(HEADS, step.num_kv_heads);
+            // Keys that serve several tiles are near after the first.
+            heads[s] = num_tiles(s) > 1 ? 1 : std::clamp<int64_t>(most_keys / step.seq_lens[s], 1, most);
+            first[s + 1] = first[s] + num_tiles(s) * num_parts(s);
+        }
+    }
+
+    int64_t size() const { return first.back(); }
+
+    Item operator[](int64_t i) const {
+        // The last tiles of a prompt see the most keys: they go first.
+        const int64_t at = size() - 1 - i;
+        const int64_t s = std::upper_bound(first.begin(), first.end(), at) - first.begin() - 1;
+        const int64_t tile = (at - first[s]) / num_parts(s), head = (at - first[s]) % num_parts(s) * heads[s];
+        return {s, tile, head, std::min(heads[s], step.num_kv_heads - head)};
+    }
+
+    // What the thread that does an item is likely to do next.
+    Item after(int64_t i) const { return (*this)[std::min(i + num_threads, size() - 1)]; }
+
+  private:
+    int64_t num_tiles(int64_t s) const { return (step.num_rows(s) + R - 1) / R; }
+    int64_t num_parts(int64_t s) const { return (step.num_kv_heads + heads[s] - 1) / heads[s]; }
+
+    const Step &step;
+    const int64_t num_threads;
+    std::vector<int64_t> heads;  // of a sequence that are gone through together
+    std::vector<int64_t> first;  // item of each sequence, and the end
 };
 
 template <class T>
-struct Attention {  // one layer's, cut into items that may be done in any order
+struct Attention {  // one layer's
     const Step &step;
     const T *query;
     int64_t token_stride, head_stride;
@@ -208,39 +314,43 @@ struct Attention {  // one layer's, cut into items that may be done in any order
     T *out;
     int64_t out_stride;  // from token to token
 
-    static std::vector<int64_t> first_tiles(const Step &step) {  // of each sequence, and the end
+    void attend(const Items &items, int64_t i) const {
+        const Items::Item item = items[i];
+        const Layer layer{scale, softcap};
         const int64_t per_kv = step.num_heads / step.num_kv_heads;
-        std::vector<int64_t> first(step.num_seqs + 1);
-        for (int64_t s = 0; s < step.num_seqs; s++) {
-            const int64_t n = step.query_start_loc[s + 1] - step.query_start_loc[s];
-            first[s + 1] = first[s] + (n * per_kv + R - 1) / R;
-        }
-        return first;
+        const int64_t start = step.query_start_loc[item.seq], row = item.tile * R;
+        const int num_rows = int(std::min<int64_t>(R, step.num_rows(item.seq) - row));
+        Row<T> rows[HEADS][R];
+        for (int64_t h = 0; h < item.num_heads; h++)
+            for (int r = 0; r < num_rows; r++) {
+                const int64_t token = (row + r) / per_kv;
+                const int64_t head = (item.head + h) * per_kv + (row + r) % per_kv;
+                Row<T> &made = rows[h][r];
+                made.query = query + (start + token) * token_stride + head * head_stride;
+                made.out = out + (start + token) * out_stride + head * DV;
+                made.last = end_of(item.seq, token);
+                made.first = first_of(made.last);
+                made.sink = sinks ? sinks[head] : NONE;
+            }
+        attend_tile(rows, num_rows, reading(item), reading(items.after(i)), layer);
     }
 
-    void attend(int64_t item, const std::vector<int64_t> &first_tile) const {
-        const int64_t per_kv = step.num_heads / step.num_kv_heads;
-        const Layer layer{step.num_kv_heads, step.block_size, scale, softcap};
-        // The last tiles of a prompt see the most keys: they go first.
-        const int64_t tile = first_tile[step.num_seqs] - 1 - item / step.num_kv_heads;
-        const int64_t head = item % step.num_kv_heads;
-        const auto found = std::upper_bound(first_tile.begin(), first_tile.end(), tile);
-        const int64_t s = found - first_tile.begin() - 1;
-        const int64_t start = step.query_start_loc[s], n = step.query_start_loc[s + 1] - start;
-        const int64_t row = (tile - first_tile[s]) * R, num_before = step.seq_lens[s] - n;
-        const int num_rows = int(std::min<int64_t>(R, n * per_kv - row));
-        Row<T> rows[R];
-        for (int r = 0; r < num_rows; r++) {
-            const int64_t i = (row + r) / per_kv, h = head * per_kv + (row + r) % per_kv;
-            const int64_t last = num_before + i + 1;
-            rows[r].query = query + (start + i) * token_stride + h * head_stride;
-            rows[r].out = out + (start + i) * out_stride + h * DV;
-            rows[r].first = window > 0 ? std::max<int64_t>(0, last - window) : 0;
-            rows[r].last = last;
-            rows[r].sink = sinks ? sinks[h] : NONE;
-        }
-        attend_tile(rows, num_rows, keys, values, step.block_tables + s * step.table_stride, head,
-                    layer);
+  private:
+    // Keys [first, end) that a token sees, counted from the step's first of its sequence.
+    int64_t end_of(int64_t s, int64_t token) const {
+        return step.seq_lens[s] - step.query_len(s) + token + 1;
+    }
+    int64_t first_of(int64_t end) const {
+        return window > 0 ? std::max<int64_t>(0, end - window) : 0;
+    }
+
+    Reading<T> reading(const Items::Item &item) const {
+        const int64_t per_kv = step.num_heads / step.num_kv_heads, row = item.tile * R;
+        const int64_t last = std::min(row + R, step.num_rows(item.seq)) - 1;
+        const int64_t first = first_of(end_of(item.seq, row / per_kv));
+        const int64_t end = end_of(item.seq, last / per_kv);
+        return {keys, values, step.block_tables + item.seq * step.table_stride, step.num_kv_heads,
+                step.block_size / GROUP, item.head, item.num_heads, first / GROUP, (end + GROUP - 1) / GROUP};
     }
 };
 

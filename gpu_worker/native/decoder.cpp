@@ -86,7 +86,7 @@ class Forward {
     int64_t arena_size() const { return size; }
 
     void run() {
-        const auto first_tile = Attention<T>::first_tiles(step);
+        const Items items(step, work.num_threads);
         Team team;
 #pragma omp parallel num_threads(work.num_threads)
         {
@@ -94,13 +94,13 @@ class Forward {
             Member me(team, work.seconds);
             if (work.token_ids) me.each(NORMS, num_tokens, [&](int64_t t) { embed(t); });
             for (int64_t l = work.first_layer; l < work.last_layer; l++)
-                run_layer(me, d.layers[l], first_tile);
+                run_layer(me, d.layers[l], items);
             if (work.num_logits > 0) run_head(me);
         }
     }
 
   private:
-    void run_layer(Member &me, const LayerWeights &layer, const std::vector<int64_t> &first_tile) {
+    void run_layer(Member &me, const LayerWeights &layer, const Items &items) {
         me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.input_norm); });
         multiply(me, acts, act_stride, num_tokens, layer.qkv,
                  [&](int64_t t, int64_t panel, const float *y) {
@@ -110,8 +110,7 @@ class Forward {
         const Attention<T> attention{
             step, qkv.data, qkv.stride, DK, (const T *)layer.keys, (const T *)layer.values,
             d.scale, layer.window, 0.f, nullptr, attended.data, attended.stride};
-        me.each(ATTENTION, first_tile.back() * d.num_kv_heads,
-                [&](int64_t item) { attention.attend(item, first_tile); });
+        me.each(ATTENTION, items.size(), [&](int64_t i) { attention.attend(items, i); });
         add_product(me, attended, d.num_heads * DV, layer.out);
         me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.post_norm); });
         multiply(me, acts, act_stride, num_tokens, layer.gate_up,

@@ -76,19 +76,25 @@ void vector_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, i
         }
 }
 
+// Calls `pass` with (first row, a constant that is the number of rows): as few times as it takes if
+// one call takes MOST rows, and with about as many rows each time.
+template <int MOST, class Pass>
+void in_passes(int rows, Pass pass) {
+    for (int first = 0, left = (rows + MOST - 1) / MOST; left > 0; left--) {
+        const int now = (rows - first + left - 1) / left;
+        with_constant<MOST>(now, [&](auto n) { pass(first, n); });
+        first += now;
+    }
+}
+
 template <class W>
 void vector_block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
                   typename Beside<W>::Sum *out, bool is_invariant) {
     constexpr int MOST = VL == 16 ? 12 : VL == 8 ? 3 : 1;  // rows whose sums fit into registers
     if (rows == 1 && !is_invariant) return vector_rows<W, 1, 4>(a, stride, w, k, out);
-    while (rows > 0) {
-        int done;
-        if (rows >= MOST) vector_rows<W, MOST, 1>(a, stride, w, k, out), done = MOST;
-        else if (rows >= 4 && MOST > 4) vector_rows<W, 4, 1>(a, stride, w, k, out), done = 4;
-        else if (rows >= 2 && MOST > 2) vector_rows<W, 2, 1>(a, stride, w, k, out), done = 2;
-        else vector_rows<W, 1, 1>(a, stride, w, k, out), done = 1;
-        a += done * stride, out += done * COLS, rows -= done;
-    }
+    in_passes<MOST>(rows, [&](int first, auto n) {
+        vector_rows<W, n(), 1>(a + first * stride, stride, w, k, out + first * COLS);
+    });
 }
 
 #ifdef HAS_TILES
@@ -278,14 +284,9 @@ inline void multiply_shares(const Machine &machine, const Linear &linear, int64_
     if (machine.uses_tiles(num_rows))
         return tile_shares(machine, linear, panel, rows, num_rows, w, out);
     constexpr int MOST = VL == 16 ? 8 : 1;  // rows whose integer sums fit into registers
-    while (num_rows > 0) {
-        int done;
-        if (num_rows >= MOST) share_rows<MOST>(linear, panel, rows, w, out), done = MOST;
-        else if (num_rows >= 4) share_rows<4>(linear, panel, rows, w, out), done = 4;
-        else if (num_rows >= 2) share_rows<2>(linear, panel, rows, w, out), done = 2;
-        else share_rows<1>(linear, panel, rows, w, out), done = 1;
-        rows = rows.after(done), out += done * COLS, num_rows -= done;
-    }
+    in_passes<MOST>(num_rows, [&](int first, auto n) {
+        share_rows<n()>(linear, panel, rows.after(first), w, out + first * COLS);
+    });
 }
 
 // A row of n numbers, given VL at a time, as uint8 with a scale for each share. What is no number

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __x86_64__
 #include <immintrin.h>
@@ -27,6 +28,14 @@ typedef uint16_t hvec __attribute__((vector_size(VL * 2)));
 // Numbers that lie side by side where products are added up, since one instruction can do with that
 // many at once: 1 float, 2 of bfloat16, 4 of int8.
 template <class T> constexpr int PACK = 4 / sizeof(T);
+
+// Calls `then` with n, from 1 to MOST, as a constant.
+template <int MOST, class Then>
+void with_constant(int n, Then then) {
+    if constexpr (MOST > 1)
+        if (n < MOST) return with_constant<MOST - 1>(n, then);
+    then(std::integral_constant<int, MOST>{});
+}
 
 inline float to_float(float x) { return x; }
 inline float to_float(uint16_t x) {  // bfloat16: the upper half of a float

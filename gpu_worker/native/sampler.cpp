@@ -18,7 +18,8 @@ struct Rows {  // as native_sampler.py fills it; columns of num_rows numbers, un
     const float *logits;  // [num_rows][num_tokens]
     const float *temperature, *top_p, *min_p;
     const int64_t *top_k;
-    const int32_t *keys;  // [num_rows][2]: multiplier and offset of the hash
+    const uint64_t *seed;
+    const int64_t *output_index;
     int64_t num_rows, num_tokens;
     int64_t *token_ids;  // -1: logits that were no numbers
 };
@@ -30,6 +31,18 @@ inline vec logv(vec x) {  // x > 0 and normal; by the series of artanh, relative
     const vec s = f / (2.f + f), s2 = s * s;
     const vec series = 1.f + s2 * (1 / 3.f + s2 * (1 / 5.f + s2 * (1 / 7.f + s2 * (1 / 9.f))));
     return __builtin_convertvector(exponent, vec) * 0.69314718f + 2.f * s * series;
+}
+
+inline uint64_t mixed(uint64_t x) {  // the finaliser of splitmix64
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+// What the noise of an output token starts from: see sampler.py.
+inline uint64_t key_of(uint64_t seed, int64_t output_index) {
+    constexpr uint64_t GOLDEN = 0x9e3779b97f4a7c15u;
+    return mixed(mixed(seed) + (uint64_t(output_index) + 1) * GOLDEN);
 }
 
 // VL neighbouring tokens' random numbers in (0, 1), for a row: see sampler.py.
@@ -59,7 +72,7 @@ class Draw {  // of one row
         : row(rows.logits + row * rows.num_tokens), n(rows.num_tokens), scores(scores),
           likely(likely), temperature(rows.temperature[row]), top_p(rows.top_p[row]),
           min_p(rows.min_p[row]), top_k(rows.top_k[row] < n ? rows.top_k[row] : 0),
-          multiplier(rows.keys[2 * row]), offset(rows.keys[2 * row + 1]) {}
+          key(key_of(rows.seed[row], rows.output_index[row])) {}
 
     int64_t token() {
         const float largest = find_largest();
@@ -164,6 +177,7 @@ class Draw {  // of one row
     // The token whose score with noise is largest, of those that reach the threshold; the lowest
     // token of equals.
     int64_t noisiest(float threshold) const {
+        const uint32_t multiplier = uint32_t(key >> 32) | 1, offset = uint32_t(key);
         uvec token, best_token{};
         for (int i = 0; i < VL; i++) token[i] = i;
         vec best = all(NONE);
@@ -196,7 +210,7 @@ class Draw {  // of one row
     std::vector<float> &likely;  // scores above a cut
     const float temperature, top_p, min_p;
     const int64_t top_k;  // 0: off
-    const uint32_t multiplier, offset;
+    const uint64_t key;
 };
 
 }  // namespace

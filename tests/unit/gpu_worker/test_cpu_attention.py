@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from tests.unit.gpu_worker.test_torch_attention import (
 from wire.config import SettingsError, load
 
 SHAPE = KVShape(2, 16, 16)
+MANY = [Sequence(17 * i % 90, 1) for i in range(32)]  # so many that heads go together
 
 
 @pytest.fixture(scope="session")
@@ -67,6 +69,17 @@ def test_no_batch_size_or_block_boundary_is_special(
     assert_same(step.run(VARIANTS["plain"]), step.dense(VARIANTS["plain"]), 1e-5)
 
 
+@pytest.mark.parametrize("how", VARIANTS.values(), ids=VARIANTS.keys())
+@pytest.mark.parametrize("num_kv_heads", [2, 6, 12])
+def test_heads_that_go_together_equal_dense_attention(
+    how: Any, num_kv_heads: int, new_step: Any
+) -> None:
+    if how.sinks is not None:
+        how = replace(how, sinks=how.sinks.repeat(2))
+    step = new_step(MANY, KVShape(num_kv_heads, 16, 16), num_heads=12)
+    assert_same(step.run(how), step.dense(how), 1e-5)
+
+
 def test_a_request_full_of_nan_harms_only_itself(new_step: Any) -> None:
     step = new_step(MIXED, SHAPE, num_heads=6)
     for sick in (0, 6):
@@ -79,10 +92,11 @@ def test_a_request_full_of_nan_harms_only_itself(new_step: Any) -> None:
     assert_same(found, expected, 1e-5)
 
 
-def test_a_row_says_the_same_in_every_batch(new_step: Any) -> None:
-    step = new_step(MIXED, SHAPE, num_heads=6)
+@pytest.mark.parametrize("batch", [MIXED, MANY], ids=["mixed", "many"])
+def test_a_row_says_the_same_in_every_batch(batch: list[Sequence], new_step: Any) -> None:
+    step = new_step(batch, SHAPE, num_heads=6)
     together = step.run(VARIANTS["plain"])
-    for i, sequence in enumerate(MIXED):
+    for i, sequence in enumerate(batch):
         alone = new_step([sequence], SHAPE, num_heads=6)
         alone.keys, alone.values = [step.keys[i]], [step.values[i]]
         alone.queries = [step.queries[i]]
