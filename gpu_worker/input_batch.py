@@ -363,6 +363,7 @@ class InputBatch:
     block_tables: Tensor  # (S, B) int64
     query_start_loc: IntArray  # (S + 1,) row i has the tokens [query_start_loc[i], …[i + 1])
     seq_lens: IntArray  # (S,)
+    num_decodes: int  # the first of S
     logits_indices: Tensor  # (N + P,) int64: the N tokens whose logits are sampled from, then P
     prompt_targets: list[PromptTargets]  # P prompt tokens whose log-probabilities are wanted
 
@@ -398,6 +399,7 @@ def make_batch(states: RequestStates, work: Work) -> InputBatch:
         block_tables=here(states.block_table.of(work.rows, num_columns)),
         query_start_loc=starts,
         seq_lens=work.seq_lens,
+        num_decodes=work.num_decodes,
         logits_indices=here(np.concatenate((starts[1:][work.samples] - 1, *prompt_indices))),
         prompt_targets=prompt_targets,
     )

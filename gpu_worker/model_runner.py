@@ -259,7 +259,11 @@ class ModelRunner:
     def _forward(self, batch: InputBatch) -> Tensor:
         self._backend.begin_step(
             AttentionMetadata(
-                batch.query_start_loc, batch.seq_lens, batch.slot_mapping, batch.block_tables
+                batch.query_start_loc,
+                batch.seq_lens,
+                batch.slot_mapping,
+                batch.block_tables,
+                batch.num_decodes,
             )
         )
         return self.model.forward(

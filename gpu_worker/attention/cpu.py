@@ -29,7 +29,7 @@ class Step(ctypes.Structure):
     _fields_ = (
         *((name, _address) for name in ("query_start_loc", "seq_lens", "slots", "block_tables")),
         *((name, _int64) for name in ("num_seqs", "num_tokens", "table_stride", "num_heads")),
-        *((name, _int64) for name in ("num_kv_heads", "block_size")),
+        *((name, _int64) for name in ("num_kv_heads", "block_size", "num_decodes")),
     )
 
 
@@ -86,6 +86,7 @@ class CpuAttention:
         step.num_seqs, step.num_tokens = len(metadata.seq_lens), len(metadata.slot_mapping)
         step.table_stride = tables.stride(0)
         step.block_size = self._block_size
+        step.num_decodes = metadata.num_decodes
 
     def step(self, num_heads: int, num_kv_heads: int) -> Step:
         """Addresses of this step, for C++ that attends and writes by itself."""

@@ -18,7 +18,8 @@ void write(const Step &step, const T *key, int64_t k_token, int64_t k_head, cons
            int64_t v_token, int64_t v_head, T *keys, T *values) {
 #pragma omp parallel for schedule(static) if (step.num_tokens > 64)
     for (int64_t t = 0; t < step.num_tokens; t++)
-        write_token(step, t, key + t * k_token, k_head, value + t * v_token, v_head, keys, values);
+        write_token(step, t, 0, step.num_kv_heads, key + t * k_token, k_head, value + t * v_token,
+                    v_head, keys, values);
 }
 
 }  // namespace

@@ -213,16 +213,16 @@ void attend_rows(const Row<T> (*rows)[R], int at, const Reading<T> &reading,
     Pass<T, N> passes[MOST];
     const int num_heads = MOST == 1 ? 1 : int(reading.num_heads);
     for (int h = 0; h < num_heads; h++) passes[h].start(rows[h] + at, layer);
-    constexpr int64_t ahead = MOST == 1 ? 2 : 1;  // groups to be asked for
     const int64_t end = passes[0].end_group();
+    const auto later_than = [&](int64_t g, int h) {
+        h += MOST == 1 ? 2 : 1;
+        g += h / num_heads, h %= num_heads;
+        if (g < end) return reading.at(g, h);
+        return upcoming.at(std::min(upcoming.first + g - end, upcoming.end - 1), h);
+    };
     for (int64_t g = passes[0].first_group(); g < end; g++)
-        for (int h = 0; h < num_heads; h++) {
-            const int64_t beyond = upcoming.first + g + ahead - end;
-            const Group<T> later = g + ahead < end
-                                       ? reading.at(g + ahead, h)
-                                       : upcoming.at(std::min(beyond, upcoming.end - 1), h);
-            passes[h].take(g * GROUP, reading.at(g, h), later);
-        }
+        for (int h = 0; h < num_heads; h++)
+            passes[h].take(g * GROUP, reading.at(g, h), later_than(g, h));
     for (int h = 0; h < num_heads; h++) passes[h].finish();
 }
 
@@ -251,8 +251,10 @@ void attend_tile(const Row<T> (*rows)[R], int n, const Reading<T> &reading,
 struct Step {  // as attention/cpu.py fills it; all addresses are of int64 arrays
     const int64_t *query_start_loc, *seq_lens, *slots, *block_tables;
     int64_t num_seqs, num_tokens, table_stride, num_heads, num_kv_heads, block_size;
+    int64_t num_decodes;  // the first sequences, whose new tokens no other one sees
 
-    int64_t query_len(int64_t s) const { return query_start_loc[s + 1] - query_start_loc[s]; }
+    int64_t start(int64_t s) const { return query_start_loc[s]; }  // of its tokens
+    int64_t query_len(int64_t s) const { return start(s + 1) - start(s); }
     int64_t num_rows(int64_t s) const { return query_len(s) * (num_heads / num_kv_heads); }
 };
 
@@ -288,6 +290,9 @@ class Items {
         return {s, tile, head, std::min(heads[s], step.num_kv_heads - head)};
     }
 
+    // Whether what a sequence writes is read only by the items that have its heads.
+    bool is_apart(int64_t s) const { return s < step.num_decodes && num_tiles(s) == 1; }
+
     // What the thread that does an item is likely to do next.
     Item after(int64_t i) const { return (*this)[std::min(i + num_threads, size() - 1)]; }
 
@@ -318,7 +323,7 @@ struct Attention {  // one layer's
         const Items::Item item = items[i];
         const Layer layer{scale, softcap};
         const int64_t per_kv = step.num_heads / step.num_kv_heads;
-        const int64_t start = step.query_start_loc[item.seq], row = item.tile * R;
+        const int64_t start = step.start(item.seq), row = item.tile * R;
         const int num_rows = int(std::min<int64_t>(R, step.num_rows(item.seq) - row));
         Row<T> rows[HEADS][R];
         for (int64_t h = 0; h < item.num_heads; h++)
@@ -354,14 +359,15 @@ struct Attention {  // one layer's
     }
 };
 
+// Keys and values of a token and the kv heads [head, end), which are at `key + h * k_head` and so on.
 template <class T>
-void write_token(const Step &step, int64_t t, const T *key, int64_t k_head, const T *value,
-                 int64_t v_head, T *keys, T *values) {
+void write_token(const Step &step, int64_t t, int64_t head, int64_t end, const T *key,
+                 int64_t k_head, const T *value, int64_t v_head, T *keys, T *values) {
     constexpr int P = PACK<T>;
     if (step.slots[t] < 0) return;
     const int64_t groups_per_block = step.block_size / GROUP;
     const int64_t block = step.slots[t] / step.block_size, place = step.slots[t] % step.block_size;
-    for (int64_t h = 0; h < step.num_kv_heads; h++) {
+    for (int64_t h = head; h < end; h++) {
         const int64_t at = block * step.num_kv_heads + h;
         T *k = keys + (at * groups_per_block + place / GROUP) * DK * GROUP + place % GROUP * P;
         T *v = values + (at * step.block_size + place / P * P) * DV + place % P;

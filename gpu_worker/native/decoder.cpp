@@ -44,6 +44,8 @@ struct Work {
     int64_t has_tiles, is_invariant, num_threads;
 };
 
+constexpr bool SMALL = true;  // items
+
 enum Kind { PRODUCTS, ATTENTION, ROTARY, NORMS, KINDS };
 
 inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -87,12 +89,15 @@ class Forward {
 
     void run() {
         const Items items(step, work.num_threads);
+        for (int64_t s = 0; s < step.num_seqs; s++)
+            if (!items.is_apart(s))
+                for (int64_t t = step.start(s); t < step.start(s + 1); t++) common.push_back(t);
         Team team;
 #pragma omp parallel num_threads(work.num_threads)
         {
             const TileConfig tiles(machine.has_tiles);
             Member me(team, work.seconds);
-            if (work.token_ids) me.each(NORMS, num_tokens, [&](int64_t t) { embed(t); });
+            if (work.token_ids) me.each(NORMS, num_tokens, [&](int64_t t) { embed(t); }, SMALL);
             for (int64_t l = work.first_layer; l < work.last_layer; l++)
                 run_layer(me, d.layers[l], items);
             if (work.num_logits > 0) run_head(me);
@@ -101,18 +106,26 @@ class Forward {
 
   private:
     void run_layer(Member &me, const LayerWeights &layer, const Items &items) {
-        me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.input_norm); });
+        me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.input_norm); }, SMALL);
         multiply(me, acts, act_stride, num_tokens, layer.qkv,
                  [&](int64_t t, int64_t panel, const float *y) {
                      for (int i = 0; i < COLS; i += VL) store(qkv[t] + panel * COLS + i, load(y + i));
                  });
-        me.each(ROTARY, num_tokens, [&](int64_t t) { rotate_and_write(t, layer); });
+        if (!common.empty())
+            me.each(ROTARY, common.size(),
+                    [&](int64_t i) { rotate_and_write(common[i], 0, d.num_kv_heads, layer); });
         const Attention<T> attention{
             step, qkv.data, qkv.stride, DK, (const T *)layer.keys, (const T *)layer.values,
             d.scale, layer.window, 0.f, nullptr, attended.data, attended.stride};
-        me.each(ATTENTION, items.size(), [&](int64_t i) { attention.attend(items, i); });
+        me.each(ATTENTION, items.size(), [&](int64_t i) {
+            const Items::Item item = items[i];
+            if (items.is_apart(item.seq))
+                for (int64_t t = step.start(item.seq); t < step.start(item.seq + 1); t++)
+                    rotate_and_write(t, item.head, item.head + item.num_heads, layer);
+            attention.attend(items, i);
+        });
         add_product(me, attended, d.num_heads * DV, layer.out);
-        me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.post_norm); });
+        me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.post_norm); }, SMALL);
         multiply(me, acts, act_stride, num_tokens, layer.gate_up,
                  [&](int64_t t, int64_t panel, const float *y) {
                      constexpr int HALF = COLS / 2;
@@ -127,7 +140,7 @@ class Forward {
 
     void run_head(Member &me) {
         me.each(NORMS, work.num_logits,
-                [&](int64_t i) { normalize(i, x(work.logits_indices[i]), d.norm); });
+                [&](int64_t i) { normalize(i, x(work.logits_indices[i]), d.norm); }, SMALL);
         multiply(me, acts, act_stride, work.num_logits, d.head,
                  [&](int64_t i, int64_t panel, const float *y) {
                      const int64_t first = panel * COLS;
@@ -156,13 +169,14 @@ class Forward {
             for (int64_t i = 0; i < d.hidden; i += VL) store(out + i, numbers(i));
     }
 
-    void rotate_and_write(int64_t t, const LayerWeights &layer) const {
-        T *row = qkv[t];
-        const int64_t num_rotated = d.num_heads + d.num_kv_heads;
-        for (int64_t h = 0; h < num_rotated; h++)
-            rotate(row + h * DK, work.positions[t], h < d.num_heads ? layer.q_norm : layer.k_norm);
-        const T *key = row + d.num_heads * DK, *value = row + num_rotated * DK;
-        write_token(step, t, key, DK, value, DV, (T *)layer.keys, (T *)layer.values);
+    // Of a token, what belongs to the kv heads [begin, end).
+    void rotate_and_write(int64_t t, int64_t begin, int64_t end, const LayerWeights &layer) const {
+        const int64_t per_kv = d.num_heads / d.num_kv_heads;
+        T *queries = qkv[t], *key = queries + d.num_heads * DK, *value = key + d.num_kv_heads * DK;
+        for (int64_t h = begin * per_kv; h < end * per_kv; h++)
+            rotate(queries + h * DK, work.positions[t], layer.q_norm);
+        for (int64_t h = begin; h < end; h++) rotate(key + h * DK, work.positions[t], layer.k_norm);
+        write_token(step, t, begin, end, key, DK, value, DV, (T *)layer.keys, (T *)layer.values);
     }
 
     void rotate(T *head, int64_t position, const float *norm) const {
@@ -196,7 +210,7 @@ class Forward {
             me.each(NORMS, num_tokens, [&](int64_t t) {
                 quantize(n, [&](int64_t i) { return load(rows[t] + i); }, acts + t * act_stride,
                          scales + t * num_shares);
-            });
+            }, SMALL);
             multiply(me, acts, act_stride, num_tokens, linear, add);
         } else {
             multiply(me, rows.data, rows.stride, num_tokens, linear, add);
@@ -242,6 +256,7 @@ class Forward {
     Act *acts;
     float *scales;  // [rows][num_shares] of acts
     Rows qkv, attended, activated;
+    std::vector<int64_t> common;  // tokens whose keys any item may read
     int64_t size;
 };
 

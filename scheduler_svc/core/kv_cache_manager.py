@@ -73,8 +73,9 @@ class KVCacheManager:
     def publish(self, request: Request, num_computed_tokens: int) -> None:
         """Let others hit the full blocks among tokens [0, num_computed_tokens).
 
-        They may be scheduled and not yet run: whoever hits them runs in the same step or a later
-        one of the same stream, and a step writes all its keys and values before it reads any.
+        Those of a prompt may be scheduled and not yet run: whoever hits them runs in the same step
+        or a later one of the same stream, and a step writes all that is new of prompts before it
+        reads any. Those of a request that decodes have been run.
         """
         if not self._caching:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,32 @@ def test_chunks_mixed_batches_and_decodes_equal_full_forwards(
     seen_logits: list[Tensor],
 ) -> None:
     assert_equals_stock(tiny_folder(name), play(make_runner(name), seen_logits, STEPS))
+
+
+def test_what_a_step_writes_may_be_read_by_another_request_of_it(
+    make_runner: Callable[..., ModelRunner],
+    tiny_folder: Callable[[str], Path],
+    seen_logits: list[Tensor],
+) -> None:
+    """A block that the first completes is known by its content, and hit by the second."""
+    runner = make_runner("llama")
+    driver = StepDriver(num_blocks=8, block_size=BLOCK)
+    draw = random.Random(6)
+    prompt = [draw.randrange(tiny_models.VOCAB) for _ in range(BLOCK + 2)]
+    driver.add(1, prompt)
+    driver.add(2, prompt)
+    with torch.inference_mode():
+        runner.execute(driver.step(start={1: BLOCK - 2}))
+        step = driver.step(chunks={1: 2}, start={2: len(prompt)})
+        blocks = [*driver.requests[1].blocks, step.new_reqs[0].block_ids[1]]
+        hit = replace(
+            step.new_reqs[0], num_computed_tokens=BLOCK, num_scheduled_tokens=2, block_ids=blocks
+        )
+        step.new_reqs[:] = [hit]
+        seen_logits.clear()
+        runner.execute(step)
+    expected = tiny_models.last_logits(tiny_models.reference(tiny_folder("llama")), prompt)
+    torch.testing.assert_close(seen_logits[0][0], expected, rtol=1e-4, atol=2e-5)
 
 
 OLDER = {
