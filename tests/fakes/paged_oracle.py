@@ -109,17 +109,21 @@ class PagedOracle:
         for req in self.sick & self.rows.keys():
             self.rows[req].is_sick = True
         self.sick -= self.rows.keys()
-        for req, n in work:  # every write of a step comes before every read
-            self._write(self.rows[req], n)
+        decodes, prompts = work[: step.num_decodes], work[step.num_decodes :]
         logprobs: list[RequestLogprobs] = []
-        sampled = [
-            token for req, n in work if (token := self._advance(req, n, logprobs)) is not None
-        ]
+        sampled: dict[int, int | None] = {}
+        for req, n in prompts:  # all that is new of prompts may be hit in the same step
+            self._write(self.rows[req], n)
+        for req, n in prompts:
+            sampled[req] = self._advance(req, n, logprobs)
+        for req, n in decodes:  # what a decode writes, it alone may read
+            self._write(self.rows[req], n)
+            sampled[req] = self._advance(req, n, logprobs)
         wrong = [req for req, _ in work if self.rows[req].is_sick]
         return ModelRunnerOutput(
             step.epoch,
             step.step_id,
-            token_ids(sampled),
+            token_ids(token for req, _ in work if (token := sampled[req]) is not None),
             [RequestError(req, "the logits are not finite") for req in wrong],
             device_us=1,
             logprobs=logprobs,
