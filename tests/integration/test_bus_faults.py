@@ -60,7 +60,7 @@ async def test_without_a_server_every_call_says_so_and_works_once_it_is_back(
         lambda: bus.beat("worker", "w", "1", {}, ttl_s=60),
         lambda: bus.processes("worker"),
         lambda: bus.leave("worker", "w"),
-        lambda: bus.write([("PING",)]),
+        lambda: bus.write_as_leader(5, []),
         lambda: reader.read(block_ms=1),
         bus.check_server,
         bus.stats,

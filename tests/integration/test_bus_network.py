@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from tests.fakes.past_the_bus import command
 from tests.fakes.redis_proxy import RedisProxy
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.samples import new_commit, new_request, new_result
@@ -221,5 +222,5 @@ async def test_the_proxy_does_have_commands_arrive_twice(
     far_bus: Bus, proxy: RedisProxy, redis: Connection
 ) -> None:
     proxy.doubles = True
-    await far_bus.write([("INCR", "twice")])
+    await command(far_bus, "INCR", "twice")
     assert int(await redis.command("GET", "twice")) == 2

@@ -14,6 +14,7 @@ from scheduler_svc import gateways, replay
 from scheduler_svc.service import serve
 from tests.fakes.oracle_worker import VOCAB, OracleWorker
 from tests.fakes.paged_oracle import generate
+from tests.fakes.past_the_bus import command
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.stream_client import Stream, StreamClient
 from wire.bus import Bus
@@ -237,7 +238,7 @@ async def test_a_redis_that_restarts_with_its_data_loses_nothing(
 async def test_an_entry_that_nobody_understands_is_set_aside(settings: Settings, bus: Bus) -> None:
     async with pool(settings) as client, asyncio.timeout(PATIENCE_S):
         for body in (b"\x93\x01", b"", b"\x00" * 100):
-            await bus.write([("XADD", bus.keys.requests(), "*", "kind", "add", "body", body)])
+            await command(bus, "XADD", bus.keys.requests(), "*", "kind", "add", "body", body)
         stream = await client.submit([1, 2, 3])
         await stream.finished()
         assert stream.tokens == want(stream)

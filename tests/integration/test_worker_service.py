@@ -19,6 +19,7 @@ import torch
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.service import serve
 from tests.fakes import tiny_models
+from tests.fakes.past_the_bus import command
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.step_driver import StepDriver
 from wire import model_store
@@ -256,7 +257,7 @@ async def test_a_step_that_cannot_be_read_is_buried_and_ends_the_incarnation(
     async with running(settings):
         fields = await scheduler.meet()
         steps = bus.keys.steps(scheduler.process)
-        await bus.write([("XADD", steps, "1-1", "body", "nonsense")])
+        await command(bus, "XADD", steps, "1-1", "body", "nonsense")
         (failure,) = await scheduler.receive()
         assert "undecodable" in str(failure.failed)
         (dead,) = await bus.newest(bus.keys.dead(), 9)

@@ -14,6 +14,7 @@ import pytest
 from gateway.console import feed as feed_module
 from tests.fakes.gateway_pool import Listener, Pool, eventually, gateways, make_pool, scheduler
 from tests.fakes.oracle_worker import OracleWorker
+from tests.fakes.past_the_bus import command
 from tests.fakes.redis_server import RedisServer
 from wire.api_keys import add_key
 from wire.bus import Bus
@@ -345,23 +346,20 @@ async def test_whatever_stands_in_redis_the_stream_goes_on(settings: Settings) -
         huge = {"state": "ready", "num_blocks": "9" * 5000, "num_cpu_blocks": "-1"}
         await pool.bus.beat("worker", "w", "1", huge, 60)
         await pool.bus.beat("gateway", "g", "1", {"ttft_ms": "nan inf 1", "itl_ms": "1 2"}, 60)
-        await pool.bus.write(
-            [
-                *(("HSET", keys.life(), n, one) for n, one in enumerate(raw)),
-                *(("XADD", keys.ended(), "*", "life", one, "ms", one) for one in raw),
-                *(("XADD", keys.events(), "*", "kind", one, "tenant", one) for one in raw),
-                *(("HSET", keys.stats(), name, "nan") for name in ("epoch", "free_blocks")),
-                ("HSET", keys.blocks("w"), "r", "1 x"),
-                ("SET", keys.cached("w"), b"\xff" * 100),
-                ("HSET", keys.life(), "good", good),
-            ]
-        )
+        for n, one in enumerate(raw):
+            await command(pool.bus, "HSET", keys.life(), n, one)
+            await command(pool.bus, "XADD", keys.ended(), "*", "life", one, "ms", one)
+            await command(pool.bus, "XADD", keys.events(), "*", "kind", one, "tenant", one)
+        await command(pool.bus, "HSET", keys.stats(), "epoch", "nan", "free_blocks", "nan")
+        await command(pool.bus, "HSET", keys.blocks("w"), "r", "1 x")
+        await command(pool.bus, "SET", keys.cached("w"), b"\xff" * 100)
+        await command(pool.bus, "HSET", keys.life(), "good", good)
         await seen(lambda: viewer.place_of("good") is not None)
         num_frames = len(viewer.frames)
         await seen(lambda: len(viewer.frames) > num_frames + 2)
         assert len(viewer.rows) == 1
         assert "NaN" not in viewer.raw
-        await pool.bus.write([("DEL", keys.life()), ("SET", keys.life(), "no hash")])
+        await command(pool.bus, "SET", keys.life(), "no hash")
         await seen(lambda: "problem" in viewer.frames[-1][1])
 
 

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from tests.fakes.gateway_world import PATIENCE, ids_of
+from tests.fakes.past_the_bus import command
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from wire.api_keys import add_key
 from wire.bus import Bus
@@ -103,7 +104,7 @@ async def test_a_prompt_does_not_come_out_of_an_error_of_ours(
         await engine.be_ready(folder_hash(model_folder))
         gateway = await start(port, log_level="debug")
         await gateway.wait_status("/ready", 200)
-        await bus.write([("SET", bus.keys.stats(), "of another type")])
+        await command(bus, "SET", bus.keys.stats(), "of another type")
         async with aiohttp.ClientSession(gateway.url, timeout=PATIENCE) as http:
             status, text = await ask(
                 http, ("POST", "/v1/completions", {"prompt": PROMPT}, {}), "none"
