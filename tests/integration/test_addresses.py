@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.service import serve
-from tests.fakes.oracle_worker import VOCAB, OracleWorker
-from tests.fakes.paged_oracle import generate
+from tests.fakes.oracle_worker import OracleWorker
 from tests.fakes.past_the_bus import command
 from tests.fakes.redis_server import RedisServer, find_binary
 from tests.fakes.running_stack import free_port
+from tests.fakes.scheduler_pool import scheduler, want
 from tests.fakes.sentinels import Watched
-from tests.fakes.stream_client import Stream, StreamClient
+from tests.fakes.stream_client import StreamClient
 from wire.bus import Bus, BusDownError, retrying
 from wire.config import Settings, load
 
@@ -31,22 +30,13 @@ PATIENCE_S = 40
 @asynccontextmanager
 async def pool(settings: Settings) -> AsyncIterator[StreamClient]:
     """Everything that serves, behind the address in these settings."""
-    stopping = asyncio.Event()
-    scheduler = asyncio.ensure_future(serve(settings, stopping))
-    try:
-        async with (
-            OracleWorker(settings, step_s=0.005).running(),
-            StreamClient(settings).running() as client,
-            asyncio.timeout(PATIENCE_S),
-        ):
-            yield client
-    finally:
-        stopping.set()
-        await asyncio.wait([scheduler])
-
-
-def want(stream: Stream) -> list[int]:
-    return generate(stream.prompt, stream.sampling, VOCAB)
+    async with (
+        scheduler(settings),
+        OracleWorker(settings, step_s=0.005).running(),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        yield client
 
 
 # ---------------------------------------------------------------- TLS

@@ -11,9 +11,10 @@ import pytest
 
 from scheduler_svc.service import serve
 from scheduler_svc.worker_link import WorkerLink
-from tests.fakes.gateway_pool import eventually, gateways
+from tests.fakes.gateway_pool import gateways
 from tests.fakes.past_the_bus import command
 from tests.fakes.samples import every_message, new_request
+from tests.fakes.scheduler_pool import eventually
 from tests.fakes.tokenizers import byte_level_tokenizer, write_model_folder
 from wire import codec
 from wire.bus import Bus

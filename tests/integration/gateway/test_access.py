@@ -18,8 +18,9 @@ from gateway import watched_files
 from gateway.access import Access
 from gateway.app import create_app
 from gateway.app_keys import ACCESS
-from tests.fakes.gateway_pool import Listener, Pool, eventually, make_pool
+from tests.fakes.gateway_pool import Listener, Pool, make_pool
 from tests.fakes.gateway_world import World, make_world
+from tests.fakes.scheduler_pool import eventually
 from wire.api_keys import add_key
 from wire.bus import Bus
 from wire.config import Settings, SettingsError

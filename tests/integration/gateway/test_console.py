@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from gateway.console import feed as feed_module
-from tests.fakes.gateway_pool import Listener, Pool, eventually, gateways, make_pool, scheduler
+from tests.fakes.gateway_pool import Listener, Pool, gateways, make_pool
 from tests.fakes.oracle_worker import OracleWorker
 from tests.fakes.past_the_bus import command
 from tests.fakes.redis_server import RedisServer
+from tests.fakes.scheduler_pool import eventually, scheduler
 from wire.api_keys import add_key
 from wire.bus import Bus
 from wire.config import Settings
