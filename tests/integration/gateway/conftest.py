@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.api_keys import Keys
 from tests.fakes.gateway_pool import FACTS
 from tests.fakes.gateway_process import Start, starting
 from tests.fakes.gateway_world import TOKENIZER, World, make_world
@@ -46,3 +47,12 @@ async def start(redis_url: str, model_folder: Path) -> AsyncIterator[Start]:
     """Start gateways as processes."""
     async with starting(redis_url=redis_url, model=model_folder) as begin:
         yield begin
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    made = Keys(tmp_path / "keys.toml")
+    made.add("user")
+    made.add("other")
+    made.add("admin", is_admin=True)
+    return made
