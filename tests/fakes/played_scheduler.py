@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.fakes.step_driver import StepDriver
+from tests.fakes.streams import entries
 from wire.bus import Bus, retrying
 from wire.codec import decode_as
 from wire.messages import ModelRunnerOutput, SchedulerOutput
@@ -65,11 +66,8 @@ class Scheduler:
         return found
 
     async def result_ids(self) -> list[int]:
-        return [
-            decode_as(ModelRunnerOutput, entry.body).step_id
-            async for page in self.bus.scan(self.bus.keys.results(self.process))
-            for entry in page
-        ]
+        found = await entries(self.bus, self.bus.keys.results(self.process))
+        return [decode_as(ModelRunnerOutput, entry.body).step_id for entry in found]
 
 
 def driver_with(prompt: list[int], epoch: int = 1) -> StepDriver:

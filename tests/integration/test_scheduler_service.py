@@ -15,6 +15,7 @@ from tests.fakes.oracle_worker import OracleWorker
 from tests.fakes.past_the_bus import command
 from tests.fakes.scheduler_pool import PATIENCE_S, eventually, pool, scheduler, want
 from tests.fakes.stream_client import StreamClient
+from tests.fakes.streams import entries
 from wire.bus import Bus
 from wire.codec import decode_as
 from wire.config import Settings, SettingsError
@@ -89,7 +90,7 @@ async def test_an_entry_that_nobody_understands_is_set_aside(settings: Settings,
         stream = await client.submit([1, 2, 3])
         await stream.finished()
         assert stream.tokens == want(stream)
-        dead = [entry for page in [p async for p in bus.scan(bus.keys.dead())] for entry in page]
+        dead = await entries(bus, bus.keys.dead())
         assert len(dead) == 3
         assert all(entry.fields["reason"] for entry in dead)
 
