@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from wire.bus import Bus, Commit
 from wire.config import load
+from wire.connection import Connection
 from wire.messages import (
     CommittedTokens,
     EngineCoreOutputs,
@@ -94,7 +95,8 @@ async def bench(bus: Bus) -> None:
 
 async def main() -> None:
     """Run against the server of the settings, and leave nothing there."""
-    bus = Bus.connect(load(parse_assignments(sys.argv[1:]), pool="bench"))
+    settings = load(parse_assignments(sys.argv[1:]), pool="bench")
+    bus = Bus.connect(settings)
     try:
         await bench(bus)
     finally:
@@ -105,8 +107,10 @@ async def main() -> None:
         left += [keys.tokens(f"{n:032x}") for n in range(ROWS)]
         async for page in bus.scan(keys.requests()):
             left += [keys.request(entry.fields["id"].decode()) for entry in page]
-        await bus.write([("DEL", key) for key in left])
         await bus.close()
+        redis = Connection(settings)
+        await redis.command("DEL", *left)
+        await redis.close()
 
 
 if __name__ == "__main__":

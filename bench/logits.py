@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from gpu_worker.grammars import GrammarCompiler
-from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.logits_processor import LogitsProcessor
 from gpu_worker.logprobs import MeasuredLogits
 from gpu_worker.sampler import make_metadata, sample
+from gpu_worker.sampling_columns import SamplingColumns
 from wire import grammars
 from wire.messages import NewRequestData, SamplingParams, token_ids
 

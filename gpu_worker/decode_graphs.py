@@ -22,9 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.attention.base import StaticBackend, StaticDecodes
-from gpu_worker.input_batch import Capacity, RequestStates, Work
+from gpu_worker.input_batch import Capacity, RequestStates
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.transfer import to_device
+from gpu_worker.work import Work
 from kernels.decode_plan import MAX_ITEMS, SPLIT, work_starts
 
 _NUM_LONG = 3  # columns of int64: rows, positions, slots

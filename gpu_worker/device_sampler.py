@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gpu_worker.block_table import IntArray
-from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.sampler import SamplerOutput, row_keys
+from gpu_worker.sampling_columns import SamplingColumns
 from gpu_worker.transfer import to_device
 from kernels.draw import Draw
 from kernels.sampling import sample as launch

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from torch import Tensor
 from gpu_worker.block_table import BlockTable, IntArray, ProtocolError
 from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.logits_processor import LogitsProcessor, RowRules
+from gpu_worker.sampling_columns import SamplingColumns
 from gpu_worker.transfer import to_device
+from gpu_worker.work import Work
 from wire.messages import (
     CachedRequestData,
     HeldRequest,
@@ -53,51 +55,6 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """What one step runs, in order: the decode batch, those that catch up, the new ones.
-
-    Row i runs its tokens [seq_lens[i] - query_lens[i], seq_lens[i]).
-    """
-
-    rows: IntArray  # (S,)
-    query_lens: IntArray  # (S,) at least 1
-    seq_lens: IntArray  # (S,)
-    samples: NDArray[np.bool_]  # (S,) reaches the end of its known tokens
-    num_decodes: int  # rows [0, this) are the decode batch; all of it samples
-    errors: list[RequestError]  # of requests that run all the same, so that the rest is unharmed
-
-
-def halves(work: Work) -> tuple[Work, Work] | None:
-    """The same work as two smaller steps, to be run in this order; None if it is a single token.
-
-    The order matters: a request may read keys and values that one before it writes.
-    """
-    num_rows = len(work.rows)
-    if num_rows > 1:
-        cut = num_rows // 2
-        return _rows_of(work, 0, cut), _rows_of(work, cut, num_rows)
-    if work.query_lens[0] == 1:
-        return None
-    first = work.query_lens // 2
-    rest = work.query_lens - first
-    before = replace(
-        work, query_lens=first, seq_lens=work.seq_lens - rest, samples=np.zeros(1, dtype=np.bool_)
-    )
-    return before, replace(work, query_lens=rest)
-
-
-def _rows_of(work: Work, start: int, end: int) -> Work:
-    return Work(
-        rows=work.rows[start:end],
-        query_lens=work.query_lens[start:end],
-        seq_lens=work.seq_lens[start:end],
-        samples=work.samples[start:end],
-        num_decodes=min(max(work.num_decodes - start, 0), end - start),
-        errors=[],
-    )
-
-
-@dataclass(frozen=True, slots=True)
 class Receipt:
     """Whose the N tokens are that a step samples, for when the host learns them.
 
@@ -117,30 +74,6 @@ class Receipt:
             for rules, token in zip(self.rules, token_ids, strict=True):
                 if rules is not None:
                     rules.note(token)
-
-
-class SamplingColumns:
-    """How each row samples; filled when a request arrives."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.temperature = np.zeros(num_rows, dtype=np.float32)  # 0: greedy
-        self.top_k = np.zeros(num_rows, dtype=np.int64)  # 0: off
-        self.top_p = np.ones(num_rows, dtype=np.float32)
-        self.min_p = np.zeros(num_rows, dtype=np.float32)
-        self.seed = np.zeros(num_rows, dtype=np.uint64)
-        self.num_logprobs = np.full(num_rows, -1, dtype=np.int64)  # -1: none are wanted
-        self.num_prompt_logprobs = np.full(num_rows, -1, dtype=np.int64)
-
-    def fill(self, row: int, new: NewRequestData) -> None:
-        """Take over a request's parameters."""
-        sampling = new.sampling
-        self.temperature[row] = sampling.temperature
-        self.top_k[row] = min(max(sampling.top_k, 0), 2**31)
-        self.top_p[row] = sampling.top_p
-        self.min_p[row] = sampling.min_p
-        self.seed[row] = sampling.seed % 2**64
-        self.num_logprobs[row] = _count(sampling.logprobs)
-        self.num_prompt_logprobs[row] = _count(sampling.prompt_logprobs)
 
 
 class RequestStates:
@@ -421,10 +354,6 @@ def _prompt_targets(
             )
             indices.append(starts[place] + np.arange(end - begin))
     return targets, indices
-
-
-def _count(num_logprobs: int | None) -> int:
-    return -1 if num_logprobs is None else max(num_logprobs, 0)
 
 
 def _joined(prompt: array[int], output: array[int]) -> IntArray:

@@ -29,20 +29,13 @@ from gpu_worker import rehearsal
 from gpu_worker.attention.base import AttentionMetadata, PagedBackend, StaticBackend
 from gpu_worker.decode_graphs import Capture, DecodeGraphs
 from gpu_worker.grammars import GrammarCompiler
-from gpu_worker.input_batch import (
-    Capacity,
-    InputBatch,
-    Receipt,
-    RequestStates,
-    Work,
-    halves,
-    make_batch,
-)
+from gpu_worker.input_batch import Capacity, InputBatch, Receipt, RequestStates, make_batch
 from gpu_worker.logprobs import MeasuredLogits, prompt_logprobs
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.sampler import Sampler, SamplerOutput, sample_in_torch
 from gpu_worker.swap import SwapPool
 from gpu_worker.transfer import Arrival, CopyOut, copy_out_of
+from gpu_worker.work import Work, halves
 from wire.messages import (
     HeldRequest,
     ModelRunnerOutput,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gpu_worker.block_table import IntArray
-from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.native import library
 from gpu_worker.sampler import SamplerOutput
+from gpu_worker.sampling_columns import SamplingColumns
 
 _COLUMNS = ("logits", "temperature", "top_p", "min_p", "top_k", "seed", "output_index")
 

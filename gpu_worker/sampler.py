@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.block_table import IntArray
-from gpu_worker.input_batch import SamplingColumns
+from gpu_worker.sampling_columns import SamplingColumns
 
 NUM_CANDIDATES = 512  # most likely tokens that are put in order at first
 

@@ -17,6 +17,7 @@ from tests.fakes import reaper
 from tests.fakes.redis_server import KINDS, RedisServer, find_binary
 from wire.bus import Bus
 from wire.config import PREFIX, Settings, load
+from wire.connection import Connection
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,3 +103,11 @@ async def bus(settings: Settings) -> AsyncIterator[Bus]:
     connected = Bus.connect(settings)
     yield connected
     await connected.close()
+
+
+@pytest.fixture
+async def redis(settings: Settings) -> AsyncIterator[Connection]:
+    """The server beside the bus, for what the bus has no words for."""
+    connection = Connection(settings)
+    yield connection
+    await connection.close()

@@ -235,10 +235,6 @@ class Bus(Records):
         keys, args = commit.words(self.keys, retention_s)
         await self._connection.script(_COMMIT, keys, [epoch, number, *args])
 
-    async def write(self, commands: Sequence[tuple[Argument, ...]]) -> None:
-        """Send commands together, with no guard at all; a refused one is skipped."""
-        await self._connection.commands(commands, strict=False)
-
     async def write_as_leader(self, epoch: int, commands: Sequence[tuple[Argument, ...]]) -> None:
         """Send a leader's commands together, for what no entry id guards; a refused one is skipped.
 

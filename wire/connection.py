@@ -102,17 +102,13 @@ class Connection:
             raise
 
     async def commands(
-        self,
-        commands: Sequence[tuple[Argument, ...]],
-        *,
-        atomic: bool = False,
-        strict: bool = True,
+        self, commands: Sequence[tuple[Argument, ...]], *, atomic: bool = False
     ) -> list[Any]:
-        """Send commands together; a refusal of one is raised if `strict`, else it is its reply."""
+        """Send commands together; a refusal of one is raised when all are answered."""
         pipeline: Any = self._redis.pipeline(transaction=atomic)
         for command in commands:
             pipeline.execute_command(*command)
-        replies: list[Any] = await self._in_turn(pipeline.execute, strict)
+        replies: list[Any] = await self._in_turn(pipeline.execute)
         return replies
 
     async def close(self) -> None:

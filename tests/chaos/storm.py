@@ -26,6 +26,7 @@ from pathlib import Path
 from tests.chaos.clients import ABORTED_WITH_GATEWAY, Crowd, random_clients
 from tests.chaos.pool import Pool, Process
 from tests.chaos.sentinels import SentinelPool
+from tests.fakes.past_the_bus import command
 from wire.bus import BusError
 
 USUAL_START_S = 4.0
@@ -190,7 +191,7 @@ class Weather:
     async def _order(self, *words: str) -> None:
         async with self._pool.redis_is_busy:
             try:
-                await self._pool.bus.write([words])
+                await command(self._pool.bus, *words)
             except BusError:  # it is away, or cut us off as well
                 return
 

@@ -13,6 +13,7 @@ from _pytest.mark.structures import ParameterSet
 
 from tests.chaos.pool import Process
 from tests.chaos.scene import MOMENTS, POISON, ROLES, Moment, Role, Scene
+from tests.fakes.past_the_bus import command
 from wire.bus import Entry
 
 pytestmark = [pytest.mark.chaos, pytest.mark.redis, pytest.mark.asyncio(loop_scope="module")]
@@ -152,21 +153,21 @@ async def test_a_request_that_kills_workers_is_ended_and_its_neighbours_are_not(
 
 async def test_scripts_may_be_forgotten(scene: Scene) -> None:
     await scene.bring_to("decode")
-    await scene.pool.bus.write([("SCRIPT", "FLUSH")])
+    await command(scene.pool.bus, "SCRIPT", "FLUSH")
     await scene.all_is_well()
 
 
 async def test_connections_may_be_cut(scene: Scene) -> None:
     await scene.bring_to("decode")
     for _ in range(3):
-        await scene.pool.bus.write([("CLIENT", "KILL", "TYPE", "normal")])
+        await command(scene.pool.bus, "CLIENT", "KILL", "TYPE", "normal")
     await scene.all_is_well()
 
 
 async def test_a_full_redis_refuses_what_is_new_and_ends_what_it_has(scene: Scene) -> None:
     clients = await scene.bring_to("decode")
     bus = scene.pool.bus
-    await bus.write([("CONFIG", "SET", "maxmemory", 1)])
+    await command(bus, "CONFIG", "SET", "maxmemory", 1)
     try:
         await scene.kill("gateway", clients)  # its clients come back, and that must pass
         await asyncio.gather(*(client.ended() for client in clients))
@@ -174,6 +175,6 @@ async def test_a_full_redis_refuses_what_is_new_and_ends_what_it_has(scene: Scen
         await newcomer.was_refused()
         assert not newcomer.tokens
     finally:
-        await bus.write([("CONFIG", "SET", "maxmemory", 0)])
+        await command(bus, "CONFIG", "SET", "maxmemory", 0)
     await scene.all_is_well()
     assert newcomer.tokens == newcomer.want

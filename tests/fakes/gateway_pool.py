@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +18,10 @@ import aiohttp
 
 from gateway.app import create_app
 from gateway.app_keys import READINESS
-from scheduler_svc.service import serve
 from tests.fakes.gateway_world import PATIENCE_S, serving, until
 from tests.fakes.oracle_worker import VOCAB, OracleWorker
 from tests.fakes.paged_oracle import generate
+from tests.fakes.scheduler_pool import scheduler
 from wire.bus import Bus
 from wire.config import Settings
 from wire.messages import SamplingParams
@@ -33,30 +33,6 @@ FACTS = {"vocab_size": VOCAB, "max_position_embeddings": 4096}
 COMPLETIONS = "/v1/completions"
 
 PATIENCE = aiohttp.ClientTimeout(total=3 * PATIENCE_S)
-
-
-async def eventually(holds: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for something that announces itself nowhere; fails rather than hang."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not await holds():
-            await asyncio.sleep(0.01)
-
-
-@asynccontextmanager
-async def scheduler(settings: Settings, *, orderly: bool = True) -> AsyncIterator[None]:
-    """Run the service while the block lasts; not orderly means that it is cut off."""
-    stopping = asyncio.Event()
-    task = asyncio.ensure_future(serve(settings, stopping))
-    try:
-        yield
-    finally:
-        if orderly:
-            stopping.set()
-        else:
-            task.cancel()
-        await asyncio.wait([task])
-        if orderly:
-            task.result()
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.sampler import make_metadata, sample
+from gpu_worker.sampling_columns import SamplingColumns
 from tests.fakes.tiny_models import last_logits
 from wire.grammars import GrammarTokenizer
 from wire.messages import NewRequestData, SamplingParams, token_ids

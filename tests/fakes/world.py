@@ -165,6 +165,11 @@ class World:
             assert self.scheduler.update_from_output(name, worker.flight.popleft())
         self._settle()
 
+    def turn(self, name: str = "w0") -> None:
+        """Send a step, or hear of one if enough are in flight or there is nothing to run."""
+        if self.step(name) is None:
+            self.result(name)
+
     def restart_scheduler(self) -> None:
         """Another leader takes over, and knows what was committed."""
         served = self.scheduler.served

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from scheduler_svc.service import serve
-from tests.fakes.oracle_worker import VOCAB, OracleWorker
-from tests.fakes.paged_oracle import generate
+from tests.fakes.oracle_worker import OracleWorker
+from tests.fakes.past_the_bus import command
 from tests.fakes.redis_server import RedisServer, find_binary
 from tests.fakes.running_stack import free_port
+from tests.fakes.scheduler_pool import scheduler, want
 from tests.fakes.sentinels import Watched
-from tests.fakes.stream_client import Stream, StreamClient
+from tests.fakes.stream_client import StreamClient
 from wire.bus import Bus, BusDownError, retrying
 from wire.config import Settings, load
 
@@ -30,22 +30,13 @@ PATIENCE_S = 40
 @asynccontextmanager
 async def pool(settings: Settings) -> AsyncIterator[StreamClient]:
     """Everything that serves, behind the address in these settings."""
-    stopping = asyncio.Event()
-    scheduler = asyncio.ensure_future(serve(settings, stopping))
-    try:
-        async with (
-            OracleWorker(settings, step_s=0.005).running(),
-            StreamClient(settings).running() as client,
-            asyncio.timeout(PATIENCE_S),
-        ):
-            yield client
-    finally:
-        stopping.set()
-        await asyncio.wait([scheduler])
-
-
-def want(stream: Stream) -> list[int]:
-    return generate(stream.prompt, stream.sampling, VOCAB)
+    async with (
+        scheduler(settings),
+        OracleWorker(settings, step_s=0.005).running(),
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        yield client
 
 
 # ---------------------------------------------------------------- TLS
@@ -89,8 +80,8 @@ async def test_a_pool_lives_on_one_node_of_a_cluster(redis_kind: str) -> None:
     """Every command and every script stays within the pool's slot."""
     server = RedisServer(redis_kind, options={"port": str(free_port()), "cluster-enabled": "yes"})
     try:
-        await command(server.url, "CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        while b"cluster_state:ok" not in await command(server.url, "CLUSTER", "INFO"):
+        await ask(server.url, "CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        while b"cluster_state:ok" not in await ask(server.url, "CLUSTER", "INFO"):
             await asyncio.sleep(0.05)
         async with pool(load(redis_url=server.url)) as client:
             streams = [await client.submit([n] * 20, 40, is_resumable=True) for n in range(3)]
@@ -105,10 +96,10 @@ async def test_a_pool_lives_on_one_node_of_a_cluster(redis_kind: str) -> None:
 # ---------------------------------------------------------------- Sentinels
 
 
-async def command(url: str, *words: str | int) -> Any:
+async def ask(url: str, *words: str | int) -> Any:
     bus = Bus.connect(load(redis_url=url))
     try:
-        return await retrying(lambda: bus._connection.command(*words))  # a test may look behind
+        return await retrying(lambda: command(bus, *words))
     finally:
         await bus.close()
 

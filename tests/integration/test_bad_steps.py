@@ -8,10 +8,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from scheduler_svc.service import serve
-from tests.fakes.oracle_worker import VOCAB, OracleWorker
-from tests.fakes.paged_oracle import generate
-from tests.fakes.stream_client import Stream, StreamClient
+from tests.fakes.oracle_worker import OracleWorker
+from tests.fakes.scheduler_pool import scheduler, want
+from tests.fakes.stream_client import StreamClient
 from wire.bus import Bus
 from wire.config import Settings
 
@@ -24,23 +23,14 @@ GUILTY = 990
 @asynccontextmanager
 async def pool(settings: Settings) -> AsyncIterator[StreamClient]:
     """A worker on which every request that begins with GUILTY goes wrong, if it computes that."""
-    stopping = asyncio.Event()
-    scheduler = asyncio.ensure_future(serve(settings, stopping))
-    try:
-        async with (
-            OracleWorker(settings, step_s=0.005).running() as worker,
-            StreamClient(settings).running() as client,
-            asyncio.timeout(PATIENCE_S),
-        ):
-            worker.goes_wrong_from = GUILTY
-            yield client
-    finally:
-        stopping.set()
-        await asyncio.wait([scheduler])
-
-
-def want(stream: Stream) -> list[int]:
-    return generate(stream.prompt, stream.sampling, VOCAB)
+    async with (
+        scheduler(settings),
+        OracleWorker(settings, step_s=0.005).running() as worker,
+        StreamClient(settings).running() as client,
+        asyncio.timeout(PATIENCE_S),
+    ):
+        worker.goes_wrong_from = GUILTY
+        yield client
 
 
 async def is_empty(bus: Bus) -> bool:

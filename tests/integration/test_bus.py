@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 
 from tests.fakes.samples import new_request, new_result
+from tests.fakes.streams import entries
 from wire import codec
 from wire.bus import Bus, Entry, FencedError, QueueFullError
-from wire.config import Settings
 from wire.connection import MAX_CONNECTIONS, Connection
 from wire.keys import entry_id
 from wire.messages import AbortRequest, SchedulerOutput
 
 pytestmark = [pytest.mark.redis, pytest.mark.every_redis]
-
-
-@pytest.fixture
-async def redis(settings: Settings) -> AsyncIterator[Connection]:
-    """The server beside the bus, for what the bus has no words for."""
-    connection = Connection(settings)
-    yield connection
-    await connection.close()
-
-
-async def entries(bus: Bus, key: str) -> list[Entry]:
-    return [entry async for page in bus.scan(key) for entry in page]
 
 
 # ---------------------------------------------------------------- admission

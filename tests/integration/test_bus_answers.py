@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -11,19 +10,11 @@ import pytest
 from tests.fakes.samples import new_request
 from wire.answer_record import AnswerRecord, Claim
 from wire.bus import Bus, ClaimedError, Commit, QueueFullError
-from wire.config import Settings
 from wire.connection import Connection
 from wire.keys import entry_id
 from wire.messages import AbortRequest, CommittedTokens, EngineCoreRequest, token_ids
 
 pytestmark = [pytest.mark.redis, pytest.mark.every_redis]
-
-
-@pytest.fixture
-async def redis(settings: Settings) -> AsyncIterator[Connection]:
-    connection = Connection(settings)
-    yield connection
-    await connection.close()
 
 
 def answer(

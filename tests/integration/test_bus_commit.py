@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from tests.fakes.samples import new_commit, new_request
+from tests.fakes.streams import entries
 from wire import codec
 from wire import commit as commit_module
-from wire.bus import Bus, Commit, Entry, FencedError
-from wire.config import Settings
+from wire.bus import Bus, Commit, FencedError
 from wire.connection import Connection
 from wire.keys import entry_id
 from wire.messages import CommittedTokens, EngineCoreOutputs, FinishedRequest, token_ids
@@ -20,19 +19,8 @@ pytestmark = [pytest.mark.redis, pytest.mark.every_redis]
 
 
 @pytest.fixture
-async def redis(settings: Settings) -> AsyncIterator[Connection]:
-    connection = Connection(settings)
-    yield connection
-    await connection.close()
-
-
-@pytest.fixture
 async def epoch(bus: Bus) -> int:
     return (await bus.lead("leader", lease_s=60))[0]
-
-
-async def entries(bus: Bus, key: str) -> list[Entry]:
-    return [entry async for page in bus.scan(key) for entry in page]
 
 
 async def log_ids(bus: Bus) -> list[str]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable
 
 import pytest
 
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.samples import new_commit, new_request, new_result
+from tests.fakes.streams import drain, entries
 from wire import codec
-from wire.bus import Bus, BusDownError, BusFullError, Entry, Reader, retrying
-from wire.config import Settings, load
+from wire.bus import Bus, BusDownError, BusFullError, retrying
+from wire.config import load
 from wire.connection import Connection
 from wire.messages import AbortRequest, EngineCoreOutputs, SchedulerOutput
 
@@ -22,25 +23,6 @@ pytestmark = [pytest.mark.redis, pytest.mark.every_redis]
 def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a test need not wait as long as a service would. Before `bus`."""
     monkeypatch.setattr("wire.connection.COMMAND_TIMEOUT_S", 0.25)
-
-
-@pytest.fixture
-async def redis(settings: Settings) -> AsyncIterator[Connection]:
-    connection = Connection(settings)
-    yield connection
-    await connection.close()
-
-
-async def entries(bus: Bus, key: str) -> list[Entry]:
-    return [entry async for page in bus.scan(key) for entry in page]
-
-
-async def drain(reader: Reader) -> list[str]:
-    """Read to the end through whatever comes between."""
-    ids: list[str] = []
-    while page := await retrying(lambda: reader.read(block_ms=0, count=7)):
-        ids += [entry.entry_id for entry in page]
-    return ids
 
 
 # ---------------------------------------------------------------- Redis goes and comes
@@ -60,7 +42,7 @@ async def test_without_a_server_every_call_says_so_and_works_once_it_is_back(
         lambda: bus.beat("worker", "w", "1", {}, ttl_s=60),
         lambda: bus.processes("worker"),
         lambda: bus.leave("worker", "w"),
-        lambda: bus.write([("PING",)]),
+        lambda: bus.write_as_leader(5, []),
         lambda: reader.read(block_ms=1),
         bus.check_server,
         bus.stats,

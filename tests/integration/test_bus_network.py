@@ -8,24 +8,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from tests.fakes.past_the_bus import command
 from tests.fakes.redis_proxy import RedisProxy
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.samples import new_commit, new_request, new_result
-from wire.bus import Bus, BusDownError, Entry, FencedError, Reader, retrying
-from wire.config import Settings, load
+from tests.fakes.streams import drain, entries
+from wire.bus import Bus, BusDownError, FencedError, retrying
+from wire.config import load
 from wire.connection import Connection
 from wire.messages import AbortRequest, SchedulerOutput
 
 pytestmark = [pytest.mark.redis, pytest.mark.every_redis]
 
 BusCall = Callable[[Bus, int], Awaitable[object]]
-
-
-@pytest.fixture
-async def redis(settings: Settings) -> AsyncIterator[Connection]:
-    connection = Connection(settings)
-    yield connection
-    await connection.close()
 
 
 @pytest.fixture
@@ -40,18 +35,6 @@ async def far_bus(proxy: RedisProxy) -> AsyncIterator[Bus]:
     bus = Bus.connect(load(redis_url=proxy.url))
     yield bus
     await bus.close()
-
-
-async def entries(bus: Bus, key: str) -> list[Entry]:
-    return [entry async for page in bus.scan(key) for entry in page]
-
-
-async def drain(reader: Reader) -> list[str]:
-    """Read to the end through whatever comes between."""
-    ids: list[str] = []
-    while page := await retrying(lambda: reader.read(block_ms=0, count=7)):
-        ids += [entry.entry_id for entry in page]
-    return ids
 
 
 # ---------------------------------------------------------------- replies get lost
@@ -221,5 +204,5 @@ async def test_the_proxy_does_have_commands_arrive_twice(
     far_bus: Bus, proxy: RedisProxy, redis: Connection
 ) -> None:
     proxy.doubles = True
-    await far_bus.write([("INCR", "twice")])
+    await command(far_bus, "INCR", "twice")
     assert int(await redis.command("GET", "twice")) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -16,14 +16,6 @@ from wire.connection import Connection
 pytestmark = [pytest.mark.redis, pytest.mark.every_redis]
 
 MakeSettings = Callable[..., Settings]
-
-
-@pytest.fixture
-async def redis(settings: Settings) -> AsyncIterator[Connection]:
-    """The server beside the bus, for what the bus has no words for."""
-    connection = Connection(settings)
-    yield connection
-    await connection.close()
 
 
 # ---------------------------------------------------------------- processes and figures

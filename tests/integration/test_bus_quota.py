@@ -5,14 +5,12 @@ Time is moved by moving the moment at which a bucket was last looked at.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 
 from tests.fakes.samples import new_commit, new_request
 from wire.bus import Bus
-from wire.config import Settings
 from wire.connection import Connection
 from wire.keys import entry_id
 from wire.messages import EngineCoreRequest
@@ -24,14 +22,6 @@ COSTS = 4 + 16
 """Tokens that a `new_request` counts for: its prompt and its most output."""
 
 STOPPED_S = 3600.0
-
-
-@pytest.fixture
-async def redis(settings: Settings) -> AsyncIterator[Connection]:
-    """The server beside the bus, for what the bus has no words for."""
-    connection = Connection(settings)
-    yield connection
-    await connection.close()
 
 
 async def submit(bus: Bus, quota: Quota, *requests: EngineCoreRequest) -> list[int]:

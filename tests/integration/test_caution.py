@@ -11,9 +11,9 @@ import pytest
 
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service import serve
-from tests.fakes.oracle_worker import VOCAB, OracleWorker
-from tests.fakes.paged_oracle import generate
-from tests.fakes.stream_client import Stream, StreamClient
+from tests.fakes.oracle_worker import OracleWorker
+from tests.fakes.scheduler_pool import want
+from tests.fakes.stream_client import StreamClient
 from wire.bus import Bus
 from wire.config import Settings
 from wire.messages import (
@@ -86,10 +86,6 @@ async def supervised(settings: Settings) -> AsyncIterator[None]:
         stopping.set()
         await asyncio.wait([task])
         task.result()
-
-
-def want(stream: Stream) -> list[int]:
-    return generate(stream.prompt, stream.sampling, VOCAB)
 
 
 async def until_survived(bus: Bus) -> None:

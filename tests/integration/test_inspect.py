@@ -11,6 +11,7 @@ from rich.console import Console
 
 from pagestream.inspect import Process, is_healthy, overview, show
 from pagestream.tail import follow
+from tests.fakes.past_the_bus import command
 from wire.bus import Bus
 from wire.config import Settings
 from wire.messages import AbortRequest, EngineCoreRequest, SamplingParams, token_ids
@@ -40,7 +41,7 @@ async def test_every_process_is_listed_with_what_it_says(settings: Settings, bus
 
 async def test_a_process_that_fell_silent_is_lost(settings: Settings, bus: Bus) -> None:
     await beat(bus, "worker", "w", state="ready")
-    await bus.write([("DEL", bus.keys.process("worker", "w"))])  # as when its TTL ends
+    await command(bus, "DEL", bus.keys.process("worker", "w"))  # as when its TTL ends
     (worker,) = (one for one in (await overview(settings)).processes if one.role == "worker")
     assert worker == Process("worker", "w", None, None, None, None, "lost", None)
 
@@ -48,7 +49,7 @@ async def test_a_process_that_fell_silent_is_lost(settings: Settings, bus: Bus) 
 async def test_queues_are_counted(settings: Settings, bus: Bus) -> None:
     await beat(bus, "worker", "w", state="ready")
     await bus.abort(AbortRequest("r"))
-    await bus.write([("ZADD", bus.keys.running("w"), 1, "a", 2, "b")])
+    await command(bus, "ZADD", bus.keys.running("w"), 1, "a", 2, "b")
     queues = (await overview(settings)).queues
     assert (queues["requests"], queues["waiting"], queues["running:w"]) == (1, 0, 2)
 
@@ -85,7 +86,7 @@ async def test_tail_shows_what_is_there_and_what_comes(settings: Settings, bus: 
 async def test_tail_of_all_steps_follows_every_worker(settings: Settings, bus: Bus) -> None:
     for name in ("v", "w"):
         await beat(bus, "worker", name, state="ready")
-        await bus.write([("XADD", bus.keys.steps(f"{name}.abcd"), "7-1", "decodes", 0)])
+        await command(bus, "XADD", bus.keys.steps(f"{name}.abcd"), "7-1", "decodes", 0)
     lines = follow(settings, "steps")
     async with asyncio.timeout(20):
         seen = {(await anext(lines)).split()[1] for _ in range(2)}

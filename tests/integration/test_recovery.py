@@ -6,8 +6,7 @@ Each of these was found by a storm (tests/chaos), or by thinking about one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,10 +17,10 @@ from scheduler_svc.core.config import SchedulerConfig, WorkerCapacity
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.leader import Leader
 from scheduler_svc.mirror import Mirror
-from scheduler_svc.service import serve
-from tests.fakes.oracle_worker import VOCAB, OracleWorker
-from tests.fakes.paged_oracle import generate
+from tests.fakes.oracle_worker import OracleWorker
+from tests.fakes.past_the_bus import command
 from tests.fakes.redis_server import RedisServer
+from tests.fakes.scheduler_pool import PATIENCE_S, eventually, scheduler, want
 from tests.fakes.stream_client import Stream, StreamClient
 from wire.bus import Bus, BusDownError, Commit
 from wire.config import Settings, load
@@ -37,32 +36,7 @@ from wire.messages import (
 
 pytestmark = pytest.mark.redis
 
-PATIENCE_S = 30
 REQ = 1_800_000_000_000 << 21
-
-
-@asynccontextmanager
-async def scheduler(settings: Settings) -> AsyncIterator[None]:
-    """Run the service while the block lasts."""
-    stopping = asyncio.Event()
-    task = asyncio.ensure_future(serve(settings, stopping))
-    try:
-        yield
-    finally:
-        stopping.set()
-        await asyncio.wait([task])
-        task.result()
-
-
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait for something that announces itself in Redis only."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not await condition():
-            await asyncio.sleep(0.01)
-
-
-def want(stream: Stream) -> list[int]:
-    return generate(stream.prompt, stream.sampling, VOCAB)
 
 
 def request(req_id: str = "r", *, output: list[int] | None = None) -> EngineCoreRequest:
@@ -95,9 +69,9 @@ async def test_a_step_that_redis_forgot_in_a_restart_is_not_waited_for(redis_kin
                 (last,) = await client.bus.newest(key, 1)
                 return int(last.entry_id.split("-")[1]) > worker.num_steps
 
-            await until(is_waiting)
+            await eventually(is_waiting)
             (last,) = await client.bus.newest(key, 1)
-            await client.bus.write([("XDEL", key, last.entry_id)])
+            await command(client.bus, "XDEL", key, last.entry_id)
             server.restart()
             worker.may_run.set()
             await stream.finished()
@@ -110,7 +84,7 @@ async def test_the_clients_prefix_wins_over_a_longer_record(bus: Bus, settings: 
     """A rolled-back Redis may hold other tokens than the client got: its own go on."""
     epoch, _ = await bus.lead("me", 60)
     await bus.resubmit(request(output=[1, 2]))
-    await bus.write([("SET", bus.keys.tokens("r"), token_ids([1, 9, 9, 9]).tobytes())])
+    await command(bus, "SET", bus.keys.tokens("r"), token_ids([1, 9, 9, 9]).tobytes())
     (one,) = (await recovery.recover(bus)).in_flight
     assert (one.request.output_token_ids.tolist(), one.num_saved) == ([1, 2], 0)
     saved = token_ids([1, 2, 3]).tobytes()
@@ -141,7 +115,7 @@ async def test_order_priorities_and_deadlines_survive_the_scheduler(
             async def all_wait() -> bool:
                 return (await client.bus.queue_lengths([]))["waiting"] == len(streams)
 
-            await until(all_wait)
+            await eventually(all_wait)
         ends = [asyncio.ensure_future(note_end(*one)) for one in streams.items()]
         async with scheduler(settings):
             await streams["too late"].finished()
@@ -200,13 +174,13 @@ async def test_streams_of_a_worker_that_died_while_nobody_led_fade(
 ) -> None:
     keys = [bus.keys.steps("w.dead"), bus.keys.results("w.dead")]
     for key in keys:
-        await bus.write([("XADD", key, "1-1", "body", "")])
+        await command(bus, "XADD", key, "1-1", "body", "")
     async with scheduler(settings), OracleWorker(settings, "w").running() as worker:
 
         async def is_fading() -> bool:
             return all([await ttl(bus, key) > 0 for key in keys])
 
-        await until(is_fading)
+        await eventually(is_fading)
         assert await ttl(bus, bus.keys.steps(worker.process)) < 0
 
 
@@ -228,12 +202,12 @@ async def test_streams_of_an_incarnation_that_failed_fade(
         async def is_fading() -> bool:
             return await ttl(bus, key) > 0
 
-        await until(is_fading)
+        await eventually(is_fading)
         await client.abort(stream)
 
 
 async def ttl(bus: Bus, key: str) -> int:
-    return int(await bus._connection.command("TTL", key))  # a test may look behind the door
+    return int(await command(bus, "TTL", key))
 
 
 async def test_a_worker_that_leaves_in_order_is_nobodys_fault(
@@ -253,14 +227,14 @@ async def test_a_worker_that_leaves_in_order_is_nobodys_fault(
                 async def runs_here(process: str = worker.process) -> bool:
                     return (await bus.queue_lengths(["w"]))["running:w"] == 1
 
-                await until(runs_here)
+                await eventually(runs_here)
                 await worker.leave(bus)
                 worker.silence()
 
                 async def is_gone() -> bool:
                     return (await bus.queue_lengths(["w"]))["running:w"] == 0
 
-                await until(is_gone)
+                await eventually(is_gone)
         async with OracleWorker(settings, "w").running():
             end = await stream.finished()
         assert end.finish_reason == "length"
@@ -277,7 +251,7 @@ async def test_a_cursor_that_is_taken_off_during_a_read_stays_off(bus: Bus) -> N
     await asyncio.sleep(0)
     del reader.cursors[key]
     while not reading.done():
-        await bus.write([("XADD", key, "*", "body", "")])
+        await command(bus, "XADD", key, "*", "body", "")
     assert await reading
     assert reader.cursors == {}
     await reader.close()
@@ -336,9 +310,9 @@ async def test_while_redis_takes_no_writes_nobodys_silence_counts(
         streams = [await client.submit([n] * 20, 200) for n in range(3)]
         await streams[0].has_tokens(5)
         epoch = (await bus.stats())["epoch"]
-        await bus.write([("CONFIG", "SET", "min-replicas-to-write", 1)])
+        await command(bus, "CONFIG", "SET", "min-replicas-to-write", 1)
         await asyncio.sleep(7)  # heartbeats have vanished, and with them all that is heard
-        await bus.write([("CONFIG", "SET", "min-replicas-to-write", 0)])
+        await command(bus, "CONFIG", "SET", "min-replicas-to-write", 0)
         for stream in streams:
             end = await stream.finished()
             assert stream.tokens == want(stream)

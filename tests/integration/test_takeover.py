@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from scheduler_svc.service import serve
-from tests.fakes.oracle_worker import VOCAB, OracleWorker
-from tests.fakes.paged_oracle import generate
-from tests.fakes.stream_client import Stream, StreamClient
+from tests.fakes.oracle_worker import OracleWorker
+from tests.fakes.scheduler_pool import want
+from tests.fakes.stream_client import StreamClient
 from wire.bus import Bus
 from wire.config import Settings
 
@@ -44,10 +44,6 @@ async def reign(settings: Settings) -> AsyncIterator[Reign]:
         yield one
     finally:
         await one.end()
-
-
-def want(stream: Stream) -> list[int]:
-    return generate(stream.prompt, stream.sampling, VOCAB)
 
 
 async def figure(bus: Bus, name: str) -> int:

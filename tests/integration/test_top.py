@@ -14,6 +14,7 @@ from pagestream.block_map import HELD
 from pagestream.inspect import Overview
 from pagestream.top import Moment, look, once, picture
 from tests.fakes.gateway_world import until
+from tests.fakes.past_the_bus import command
 from tests.fakes.running_stack import PAGESTREAM
 from tests.fakes.terminal import terminal
 from wire.bus import Bus
@@ -33,14 +34,12 @@ async def fill(bus: Bus) -> None:
     await bus.beat("worker", "worker-7", "abcd", said, ttl_s=60)
     loading = {"state": "loading", "doing": "fetching org/name: 45 % of 1.2 GB"}
     await bus.beat("worker", "worker-8", "abcd", loading, ttl_s=60)
-    await bus.write(
-        [
-            ("HSET", bus.keys.blocks("worker-7"), "r1", "0 1 2", "r2", "2 5"),
-            ("SETBIT", bus.keys.cached("worker-7"), 9, 1),
-            ("ZADD", bus.keys.running("worker-7"), 1, "r1", 2, "r2"),
-            ("HSET", bus.keys.stats(), "num_requests_running", 2, "kv_cache_usage_perc", 0.2),
-        ]
-    )
+    keys = bus.keys
+    await command(bus, "HSET", keys.blocks("worker-7"), "r1", "0 1 2", "r2", "2 5")
+    await command(bus, "SETBIT", keys.cached("worker-7"), 9, 1)
+    await command(bus, "ZADD", keys.running("worker-7"), 1, "r1", 2, "r2")
+    figures = ("num_requests_running", 2, "kv_cache_usage_perc", 0.2)
+    await command(bus, "HSET", keys.stats(), *figures)
 
 
 async def test_a_picture_shows_processes_queues_figures_and_blocks(
@@ -92,7 +91,7 @@ async def test_in_a_terminal_it_goes_on_until_ctrl_c(
     options = ("--interval", "0.1", "--set", f"REDIS_URL={settings.redis_url}")
     with terminal([*PAGESTREAM, "top", *options], tmp_path) as person:
         await until(lambda: person.has("4 of 20 held"))
-        await bus.write([("HSET", bus.keys.blocks("worker-7"), "r3", "7 8")])
+        await command(bus, "HSET", bus.keys.blocks("worker-7"), "r3", "7 8")
         await until(lambda: person.has("6 of 20 held"))
         person.type("\x03")
         async with asyncio.timeout(60):

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.gateway_pool import FACTS, Listener, Pool, gateways, make_pool, scheduler
+from tests.fakes.gateway_pool import FACTS, Listener, Pool, gateways, make_pool
 from tests.fakes.gateway_world import PATIENCE_S, TOKENIZER
 from tests.fakes.oracle_worker import OracleWorker
 from tests.fakes.otlp_collector import Collector, SpanSeen, collecting
 from tests.fakes.running_stack import free_port
+from tests.fakes.scheduler_pool import scheduler
 from tests.fakes.tokenizers import write_model_folder
 from wire.config import Settings
 

@@ -11,8 +11,10 @@ import pytest
 
 from scheduler_svc.service import serve
 from scheduler_svc.worker_link import WorkerLink
-from tests.fakes.gateway_pool import eventually, gateways
+from tests.fakes.gateway_pool import gateways
+from tests.fakes.past_the_bus import command
 from tests.fakes.samples import every_message, new_request
+from tests.fakes.scheduler_pool import eventually
 from tests.fakes.tokenizers import byte_level_tokenizer, write_model_folder
 from wire import codec
 from wire.bus import Bus
@@ -87,7 +89,7 @@ async def test_a_scheduler_throws_nothing_away_that_another_version_wrote(
     settings: Settings, bus: Bus, stream: str
 ) -> None:
     body = msgpack.packb([2, *packed(new_request())[1:]])
-    await bus.write([("XADD", bus.keys.named(stream), "5-1", "kind", "add", "body", body)])
+    await command(bus, "XADD", bus.keys.named(stream), "5-1", "kind", "add", "body", body)
     with pytest.raises(BaseException) as refused:
         await serve(settings, asyncio.Event())
     assert "another version wrote: version 2" in str(_first(refused.value))

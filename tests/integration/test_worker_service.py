@@ -7,9 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,17 @@ import torch
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.service import serve
 from tests.fakes import tiny_models
+from tests.fakes.past_the_bus import command
+from tests.fakes.played_scheduler import NAME, PATIENCE_S, Scheduler, driver_with, generate, until
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.step_driver import StepDriver
 from wire import model_store
-from wire.bus import Bus, FencedError, retrying
-from wire.codec import decode_as
+from wire.bus import Bus, FencedError
 from wire.config import Settings, SettingsError
 from wire.messages import ModelRunnerOutput, SchedulerOutput
 from wire.service import StartupError
 
 pytestmark = pytest.mark.redis
-
-PATIENCE_S = 120  # a first start compiles kernels
-NAME = "w"
 
 
 @pytest.fixture(scope="module")
@@ -64,82 +61,9 @@ async def running(settings: Settings, stopping: asyncio.Event | None = None) -> 
             await task
 
 
-async def until(found: Callable[[], Awaitable[Any]]) -> Any:
-    """Wait for something that announces itself in Redis only."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not (value := await found()):
-            await asyncio.sleep(0.01)
-    return value
-
-
-@dataclass
-class Scheduler:
-    """What a scheduler does with one worker, as far as the worker can tell."""
-
-    bus: Bus
-    process: str = ""
-    results: list[ModelRunnerOutput] = field(default_factory=list)
-    _cursor: str = "0-0"
-
-    async def meet(self, *, besides: str = "") -> dict[str, str]:
-        """Wait for a ready worker whose incarnation is not `besides`."""
-
-        async def ready() -> dict[str, str]:
-            fields = (await retrying(lambda: self.bus.processes("worker"))).get(NAME, {})
-            is_new = fields.get("state") == "ready" and fields["incarnation"] != besides
-            return fields if is_new else {}
-
-        fields: dict[str, str] = await until(ready)
-        self.process = f"{NAME}.{fields['incarnation']}"
-        self._cursor = "0-0"
-        return fields
-
-    async def send(self, *steps: SchedulerOutput) -> None:
-        for step in steps:
-            await self.bus.publish_step(self.process, step)
-
-    async def receive(self, count: int = 1) -> list[ModelRunnerOutput]:
-        """The next results of this incarnation."""
-        key = self.bus.keys.results(self.process)
-        reader = self.bus.reader({key: self._cursor})
-        found: list[ModelRunnerOutput] = []
-        async with asyncio.timeout(PATIENCE_S):
-            while len(found) < count:
-                for entry in await reader.read(100, count - len(found)):
-                    self._cursor = entry.entry_id
-                    found.append(decode_as(ModelRunnerOutput, entry.body))
-                    assert entry.entry_id == f"{found[-1].epoch}-{found[-1].step_id}"
-        await reader.close()
-        return found
-
-    async def result_ids(self) -> list[int]:
-        return [
-            decode_as(ModelRunnerOutput, entry.body).step_id
-            async for page in self.bus.scan(self.bus.keys.results(self.process))
-            for entry in page
-        ]
-
-
 @pytest.fixture
 def scheduler(bus: Bus) -> Scheduler:
     return Scheduler(bus)
-
-
-def driver_with(prompt: list[int], epoch: int = 1) -> StepDriver:
-    driver = StepDriver(64, 16, epoch)
-    driver.add(1, prompt)
-    return driver
-
-
-async def generate(scheduler: Scheduler, prompt: list[int], count: int, epoch: int) -> list[int]:
-    """Generate with two steps in flight, as one request alone."""
-    driver = driver_with(prompt, epoch)
-    await scheduler.send(driver.step(start={1: len(prompt)}), driver.step())
-    while len(driver.requests[1].output) < count:
-        driver.take((await scheduler.receive())[0])
-        await scheduler.send(driver.step())
-    await scheduler.receive(2)
-    return driver.requests[1].output[:count]
 
 
 PROMPT = [5, 80, 13, 40, 41, 7]
@@ -256,7 +180,7 @@ async def test_a_step_that_cannot_be_read_is_buried_and_ends_the_incarnation(
     async with running(settings):
         fields = await scheduler.meet()
         steps = bus.keys.steps(scheduler.process)
-        await bus.write([("XADD", steps, "1-1", "body", "nonsense")])
+        await command(bus, "XADD", steps, "1-1", "body", "nonsense")
         (failure,) = await scheduler.receive()
         assert "undecodable" in str(failure.failed)
         (dead,) = await bus.newest(bus.keys.dead(), 9)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -12,10 +11,13 @@ from typing import Any
 import pytest
 
 from gateway.console import feed as feed_module
-from tests.fakes.gateway_pool import Listener, Pool, eventually, gateways, make_pool, scheduler
+from tests.fakes.api_keys import Keys
+from tests.fakes.console_viewer import Viewer, seen, watching
+from tests.fakes.gateway_pool import Listener, Pool, gateways, make_pool
 from tests.fakes.oracle_worker import OracleWorker
+from tests.fakes.past_the_bus import command
 from tests.fakes.redis_server import RedisServer
-from wire.api_keys import add_key
+from tests.fakes.scheduler_pool import eventually, scheduler
 from wire.bus import Bus
 from wire.config import Settings
 
@@ -27,96 +29,6 @@ LONG = {"prompt": [5] * 40, "max_tokens": 3000, "seed": 1, "ignore_eos": True}
 @pytest.fixture
 def settings(make_settings: Callable[..., Settings], oracle_folder: Path) -> Settings:
     return make_settings(model=str(oracle_folder))
-
-
-def bearer(path: Path, name: str, **options: Any) -> dict[str, str]:
-    given = {"is_admin": False, "tenant": name, "expires": None, **options}
-    return {"Authorization": f"Bearer {add_key(path, name, **given)}"}
-
-
-class Viewer:
-    """Somebody who watches; keeps what a page would keep."""
-
-    def __init__(self) -> None:
-        self.hello: dict[str, Any] = {}
-        self.frames: list[tuple[str, dict[str, Any]]] = []
-        self.raw = ""
-        self.rows: dict[int, list[Any]] = {}
-        self.owners: dict[tuple[str, str], list[int]] = {}
-        self.events: list[list[Any]] = []
-        self.ended: list[list[Any]] = []
-
-    def take(self, kind: str, value: dict[str, Any]) -> None:
-        if kind == "hello":
-            self.hello = value
-            return
-        self.frames.append((kind, value))
-        if kind == "all":
-            self.rows, self.owners, self.events, self.ended = {}, {}, [], []
-        for place in value.get("gone", []):
-            self.rows.pop(place)
-        for row in value.get("rows", []):
-            self.rows[row[0]] = row[1:]
-        outputs = value.get("outputs", [])
-        for place, output in zip(outputs[::2], outputs[1::2], strict=True):
-            self.rows[place][5] = output
-        for one in value.get("maps", []):
-            runs = one["runs"]
-            pairs = zip(runs[::2], runs[1::2], strict=True)
-            owners = [owner for owner, count in pairs for _ in range(count)]
-            self.owners[one["worker"], one["kind"]] = owners
-        for one in value.get("cells", []):
-            owners, cells = self.owners[one["worker"], one["kind"]], one["cells"]
-            for block, owner in zip(cells[::2], cells[1::2], strict=True):
-                owners[block] = owner
-        self.events += value.get("events", [])
-        self.ended += value.get("ended", [])
-
-    def held_by(self, place: int, worker: str = "w", kind: str = "gpu") -> list[int]:
-        owners = self.owners.get((worker, kind), [])
-        return [n for n, owner in enumerate(owners) if owner >= 4 and (owner - 4) // 2 == place]
-
-    def place_of(self, req_id: str) -> int | None:
-        return next((place for place, row in self.rows.items() if row[0] == req_id), None)
-
-    @property
-    def kinds(self) -> list[str]:
-        return [event[1] for event in self.events]
-
-
-@asynccontextmanager
-async def watching(pool: Pool, at: int = 0, **headers: str) -> AsyncIterator[Viewer]:
-    viewer = Viewer()
-
-    async def follow() -> None:
-        url = pool.urls[at] + "/console/feed"
-        async with pool.http.get(url, headers=headers) as response:
-            assert response.status == 200, await response.text()
-            buffer = ""
-            async for piece in response.content.iter_any():
-                viewer.raw += piece.decode()
-                *blocks, buffer = (buffer + piece.decode()).split("\n\n")
-                for block in blocks:
-                    kind, data = block.split("\n")
-                    viewer.take(kind.removeprefix("event: "), json.loads(data[6:]))
-
-    task = asyncio.ensure_future(follow())
-    try:
-        async with asyncio.timeout(20):
-            while not viewer.frames:
-                assert not task.done(), task.exception()
-                await asyncio.sleep(0.01)
-        yield viewer
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-async def seen(holds: Callable[[], bool]) -> None:
-    async def does() -> bool:
-        return holds()
-
-    await eventually(does)
 
 
 @asynccontextmanager
@@ -229,10 +141,10 @@ async def test_a_tenant_sees_nothing_of_anothers(
     make_settings: Callable[..., Settings], oracle_folder: Path, tmp_path: Path
 ) -> None:
     """Nobody's prompt, and no other's id, name, life or events; but that blocks are taken."""
-    keys = tmp_path / "keys.toml"
-    user, other = bearer(keys, "mine"), bearer(keys, "yours")
-    admin = bearer(keys, "root", is_admin=True)
-    settings = make_settings(model=str(oracle_folder), api_keys_file=keys)
+    keys = Keys(tmp_path / "keys.toml")
+    user, other = keys.add("mine"), keys.add("yours")
+    admin = keys.add("root", is_admin=True)
+    settings = make_settings(model=str(oracle_folder), api_keys_file=keys.path)
     worker = OracleWorker(settings, num_blocks=24, step_s=0.01)
     async with (
         scheduler(settings),
@@ -264,14 +176,14 @@ async def test_a_key_that_is_taken_away_ends_the_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("gateway.watched_files.POLL_S", 0.02)
-    keys = tmp_path / "keys.toml"
-    user = bearer(keys, "mine")
-    settings = make_settings(model=str(oracle_folder), api_keys_file=keys)
+    keys = Keys(tmp_path / "keys.toml")
+    user = keys.add("mine")
+    settings = make_settings(model=str(oracle_folder), api_keys_file=keys.path)
     async with gateways(settings) as pool:
         async with pool.http.get(pool.urls[0] + "/console/feed", headers=user) as response:
             assert response.status == 200
             await response.content.readuntil(b"event: all")
-            keys.write_text("")
+            keys.path.write_text("")
             async with asyncio.timeout(20):
                 await response.content.read()
         async with pool.http.get(pool.urls[0] + "/console/feed", headers=user) as response:
@@ -345,23 +257,20 @@ async def test_whatever_stands_in_redis_the_stream_goes_on(settings: Settings) -
         huge = {"state": "ready", "num_blocks": "9" * 5000, "num_cpu_blocks": "-1"}
         await pool.bus.beat("worker", "w", "1", huge, 60)
         await pool.bus.beat("gateway", "g", "1", {"ttft_ms": "nan inf 1", "itl_ms": "1 2"}, 60)
-        await pool.bus.write(
-            [
-                *(("HSET", keys.life(), n, one) for n, one in enumerate(raw)),
-                *(("XADD", keys.ended(), "*", "life", one, "ms", one) for one in raw),
-                *(("XADD", keys.events(), "*", "kind", one, "tenant", one) for one in raw),
-                *(("HSET", keys.stats(), name, "nan") for name in ("epoch", "free_blocks")),
-                ("HSET", keys.blocks("w"), "r", "1 x"),
-                ("SET", keys.cached("w"), b"\xff" * 100),
-                ("HSET", keys.life(), "good", good),
-            ]
-        )
+        for n, one in enumerate(raw):
+            await command(pool.bus, "HSET", keys.life(), n, one)
+            await command(pool.bus, "XADD", keys.ended(), "*", "life", one, "ms", one)
+            await command(pool.bus, "XADD", keys.events(), "*", "kind", one, "tenant", one)
+        await command(pool.bus, "HSET", keys.stats(), "epoch", "nan", "free_blocks", "nan")
+        await command(pool.bus, "HSET", keys.blocks("w"), "r", "1 x")
+        await command(pool.bus, "SET", keys.cached("w"), b"\xff" * 100)
+        await command(pool.bus, "HSET", keys.life(), "good", good)
         await seen(lambda: viewer.place_of("good") is not None)
         num_frames = len(viewer.frames)
         await seen(lambda: len(viewer.frames) > num_frames + 2)
         assert len(viewer.rows) == 1
         assert "NaN" not in viewer.raw
-        await pool.bus.write([("DEL", keys.life()), ("SET", keys.life(), "no hash")])
+        await command(pool.bus, "SET", keys.life(), "no hash")
         await seen(lambda: "problem" in viewer.frames[-1][1])
 
 

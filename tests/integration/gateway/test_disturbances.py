@@ -12,20 +12,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.fakes.gateway_pool import (
-    Listener,
-    Pool,
-    eventually,
-    gateways,
-    make_pool,
-    scheduler,
-    tokens_for,
-)
+from tests.fakes.gateway_pool import Listener, Pool, gateways, make_pool, tokens_for
 from tests.fakes.gateway_process import Start, until_served
 from tests.fakes.gateway_world import until
 from tests.fakes.oracle_worker import OracleWorker
 from tests.fakes.redis_proxy import RedisProxy
 from tests.fakes.redis_server import RedisServer
+from tests.fakes.scheduler_pool import eventually, scheduler
 from wire.config import Settings, load
 
 pytestmark = pytest.mark.redis

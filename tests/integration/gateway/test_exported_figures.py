@@ -11,8 +11,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.deployed import adapter_rules, expressions, metrics_in
-from tests.fakes.gateway_pool import Listener, Pool, eventually, gateways, make_pool
+from tests.fakes.gateway_pool import Listener, Pool, gateways, make_pool
 from tests.fakes.running_stack import ROOT
+from tests.fakes.scheduler_pool import eventually
 from wire.config import Settings
 
 pytestmark = pytest.mark.redis

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.gateway_pool import Listener, Pool, eventually, gateways, make_pool, scheduler
+from tests.fakes.gateway_pool import Listener, Pool, gateways, make_pool
 from tests.fakes.oracle_worker import OracleWorker
+from tests.fakes.scheduler_pool import eventually, scheduler
 from wire.config import Settings
 
 pytestmark = pytest.mark.redis

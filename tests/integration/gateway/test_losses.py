@@ -23,6 +23,7 @@ from tests.fakes.gateway_world import (
     serving,
     until,
 )
+from tests.fakes.past_the_bus import command
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.scripted_engine import saying
 from tests.fakes.tokenizers import write_model_folder
@@ -113,11 +114,11 @@ async def test_a_redis_that_stays_away_is_a_503(
 
 
 async def test_a_redis_that_is_full_is_a_503_until_there_is_room(world: World) -> None:
-    await world.bus.write([("CONFIG", "SET", "maxmemory", 1)])
+    await command(world.bus, "CONFIG", "SET", "maxmemory", 1)
     status, body = await world.complete("x")
     assert (status, body["error"]["code"]) == (503, "unavailable")
     assert "full" in body["error"]["message"]
-    await world.bus.write([("CONFIG", "SET", "maxmemory", 0)])
+    await command(world.bus, "CONFIG", "SET", "maxmemory", 0)
     assert (await world.complete("x"))[0] == 200
     assert not world.engine.aborts
 
@@ -174,7 +175,7 @@ async def test_a_background_task_that_dies_is_known(world: World) -> None:
     failing = asyncio.ensure_future(world.app[BACKGROUND].failure())
     await world.complete("x")
     [gateway] = world.engine.gateways
-    await world.bus.write([("SET", world.bus.keys.out(gateway), "no stream")])
+    await command(world.bus, "SET", world.bus.keys.out(gateway), "no stream")
     async with asyncio.timeout(20):
         with pytest.raises(BusError, match="WRONGTYPE"):
             await failing

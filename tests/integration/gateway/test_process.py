@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,13 @@ import psutil
 import pytest
 
 from tests.fakes.gateway_process import START_S
-from tests.fakes.gateway_world import PATIENCE_S, TOKENIZER, ids_of, parse_events
+from tests.fakes.gateway_world import PATIENCE_S, TOKENIZER, parse_events
 from tests.fakes.scripted_engine import ScriptedEngine, saying
 from tests.fakes.tokenizers import large_tokenizer, write_model_folder
 from wire.bus import Bus
 from wire.model_store import folder_hash
 
 pytestmark = pytest.mark.redis
-
-
-@pytest.fixture
-async def engine(bus: Bus, model_folder: Path) -> AsyncIterator[ScriptedEngine]:
-    async with ScriptedEngine(bus, saying(ids_of("hello world"))) as made:
-        await made.be_ready(folder_hash(model_folder))
-        yield made
 
 
 async def complete(url: str, **body: Any) -> str:

@@ -11,6 +11,7 @@ import pytest
 from gateway import output_router
 from gateway.recovery import MAX_RESUBMISSIONS
 from tests.fakes.gateway_world import World, ids_of
+from tests.fakes.past_the_bus import command
 from tests.fakes.scripted_engine import saying
 from wire.messages import EngineCoreOutputs, EngineCoreRequest, FinishedRequest, crc_of, token_ids
 
@@ -92,8 +93,8 @@ async def record_end(world: World, req_id: str, tokens: list[int], reason: str) 
     keys = world.bus.keys
     fields = ("status", "finished", "finish_reason", reason, "num_output_tokens", len(tokens))
     data = token_ids(tokens).tobytes()
-    await world.bus.write([("HSET", keys.request(req_id), *fields)])
-    await world.bus._connection.command("SET", keys.tokens(req_id), data)
+    await command(world.bus, "HSET", keys.request(req_id), *fields)
+    await command(world.bus, "SET", keys.tokens(req_id), data)
 
 
 async def test_a_record_that_goes_on_from_what_the_client_has_is_the_rest(world: World) -> None:
@@ -146,7 +147,7 @@ async def test_a_record_that_nobody_can_read_costs_its_own_request_only(world: W
     await engine.wait_for(lambda: len(engine.requests) == 1)
     [request] = engine.requests
     key = world.bus.keys.request(request.req_id)
-    await world.bus.write([("DEL", key), ("SET", key, "no hash")])
+    await command(world.bus, "SET", key, "no hash")
     await engine.send(request.gateway, row(request, 40, 5))
     assert (await answer)[0] == 500
     engine.script = saying(IDS)

@@ -14,9 +14,10 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from pagestream.inspect import overview
-from tests.fakes.gateway_pool import Pool, gateways, scheduler
+from tests.fakes.gateway_pool import Pool, gateways
 from tests.fakes.oracle_worker import OracleWorker
 from tests.fakes.redis_server import RedisServer
+from tests.fakes.scheduler_pool import scheduler
 from wire.api_keys import add_key
 from wire.config import Settings, load
 

@@ -10,16 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.gateway_pool import (
-    Listener,
-    Pool,
-    data_of,
-    eventually,
-    id_of,
-    make_pool,
-    tokens_for,
-)
+from tests.fakes.gateway_pool import Listener, Pool, data_of, id_of, make_pool, tokens_for
 from tests.fakes.gateway_world import TOKENIZER
+from tests.fakes.scheduler_pool import eventually
 from wire.config import Settings
 from wire.messages import AbortRequest
 

@@ -10,9 +10,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.fakes.api_keys import Keys
 from tests.fakes.gateway_world import PATIENCE, ids_of
+from tests.fakes.past_the_bus import command
 from tests.fakes.scripted_engine import ScriptedEngine, saying
-from wire.api_keys import add_key
 from wire.bus import Bus
 from wire.model_store import folder_hash
 
@@ -43,14 +44,12 @@ def requests() -> list[tuple[str, str, Any, dict[str, str]]]:
 async def test_neither_keys_nor_prompts_nor_outputs_come_out_where_they_must_not(
     start: Callable[..., Any], bus: Bus, model_folder: Path, port: int, tmp_path: Path
 ) -> None:
-    keys = {
-        name: add_key(
-            tmp_path / "keys.toml", name, is_admin=name == "admin", tenant=name, expires=None
-        )
-        for name in ("mine", "stranger", "admin")
-    }
+    file = Keys(tmp_path / "keys.toml")
+    for name in ("mine", "stranger", "admin"):
+        file.add(name, is_admin=name == "admin")
+    keys = file.of
     leaves: list[str] = []
-    options = {"api_keys_file": tmp_path / "keys.toml", "log_level": "debug", "log_format": "json"}
+    options = {"api_keys_file": file.path, "log_level": "debug", "log_format": "json"}
     async with ScriptedEngine(bus, saying(ids_of(OUTPUT))) as engine:
         await engine.be_ready(folder_hash(model_folder))
         gateway = await start(port, **options)
@@ -103,7 +102,7 @@ async def test_a_prompt_does_not_come_out_of_an_error_of_ours(
         await engine.be_ready(folder_hash(model_folder))
         gateway = await start(port, log_level="debug")
         await gateway.wait_status("/ready", 200)
-        await bus.write([("SET", bus.keys.stats(), "of another type")])
+        await command(bus, "SET", bus.keys.stats(), "of another type")
         async with aiohttp.ClientSession(gateway.url, timeout=PATIENCE) as http:
             status, text = await ask(
                 http, ("POST", "/v1/completions", {"prompt": PROMPT}, {}), "none"

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.fakes.gateway_world import PATIENCE_S, ids_of, parse_events
-from tests.fakes.scripted_engine import ScriptedEngine, saying
-from wire.bus import Bus
-from wire.model_store import folder_hash
+from tests.fakes.gateway_world import PATIENCE_S, parse_events
+from tests.fakes.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.redis
 
 LIMIT_S = 1.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-
-
-@pytest.fixture
-async def engine(bus: Bus, model_folder: Path) -> AsyncIterator[ScriptedEngine]:
-    async with ScriptedEngine(bus, saying(ids_of("hello world"))) as made:
-        await made.be_ready(folder_hash(model_folder))
-        yield made
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from gateway.errors import ApiError
 from gateway.model_facts import ModelFacts, SamplingDefaults
-from gateway.openai import ChatBody, CompletionBody, parse
+from gateway.openai import ChatBody, parse
 from gateway.sampling import (
     check_prompt,
     check_request,
@@ -19,18 +18,15 @@ from gateway.sampling import (
     sibling,
     truncated,
 )
+from tests.fakes.bodies import completion
 from wire.codec import encode
 from wire.messages import EngineCoreRequest, SamplingParams, token_ids
 
 FACTS = ModelFacts(vocab_size=1000, max_model_len=100, eos_token_ids=(2, 7))
 
 
-def body(**fields: Any) -> CompletionBody:
-    return parse(CompletionBody, json.dumps({"prompt": "x", **fields}).encode())
-
-
 def params(facts: ModelFacts = FACTS, num_prompt: int = 10, **fields: Any) -> SamplingParams:
-    return sampling_params(body(**fields), facts, num_prompt, seed=99)
+    return sampling_params(completion(**fields), facts, num_prompt, seed=99)
 
 
 def test_defaults_are_openais() -> None:
@@ -107,7 +103,7 @@ def test_drawn_seeds_repeat_with_a_seed_only() -> None:
 
 def test_every_option_reaches_the_worker() -> None:
     found = sampling_params(
-        body(
+        completion(
             presence_penalty=1,
             frequency_penalty=-0.5,
             repetition_penalty=1.2,
@@ -151,31 +147,31 @@ def test_a_repetition_penalty_is_kept_where_logits_stay_finite() -> None:
     ],
 )
 def test_a_prompt_is_cut_as_asked(size: int | None, side: str | None, expected: list[int]) -> None:
-    asked = body(truncate_prompt_tokens=size, truncation_side=side)
+    asked = completion(truncate_prompt_tokens=size, truncation_side=side)
     assert truncated(list(range(200)), asked, FACTS) == expected
 
 
 @pytest.mark.parametrize("asked", [1, 99, 100, 10**9])
 def test_a_prompt_that_is_cut_to_fit_does_fit(asked: int) -> None:
-    cut = truncated([1] * 500, body(truncate_prompt_tokens=-1, max_tokens=asked), FACTS)
+    cut = truncated([1] * 500, completion(truncate_prompt_tokens=-1, max_tokens=asked), FACTS)
     check_prompt(cut, FACTS, "prompt")
 
 
 def refusal(**fields: Any) -> ApiError:
     with pytest.raises(ApiError) as caught:
-        check_request(body(**fields), FACTS)
+        check_request(completion(**fields), FACTS)
     assert caught.value.status == 400
     return caught.value
 
 
 def test_choices_need_a_temperature() -> None:
     assert refusal(n=2, temperature=0).param == "n"
-    check_request(body(n=2, temperature=0.01), FACTS)
-    check_request(body(n=1, temperature=0), FACTS)
+    check_request(completion(n=2, temperature=0.01), FACTS)
+    check_request(completion(n=1, temperature=0), FACTS)
 
 
 def test_stop_tokens_are_tokens_of_the_model() -> None:
-    check_request(body(stop_token_ids=[0, 999]), FACTS)
+    check_request(completion(stop_token_ids=[0, 999]), FACTS)
     error = refusal(stop_token_ids=[1000])
     assert error.param == "stop_token_ids"
     assert "999" in error.message
@@ -189,13 +185,13 @@ def test_tokens_that_are_named_are_tokens_of_the_model(fields: dict[str, Any]) -
 
 
 def test_no_more_tokens_are_needed_than_are_allowed() -> None:
-    check_request(body(min_tokens=5, max_tokens=5), FACTS)
+    check_request(completion(min_tokens=5, max_tokens=5), FACTS)
     assert refusal(min_tokens=6, max_tokens=5).param == "min_tokens"
     assert params(min_tokens=16, num_prompt=95).min_tokens == 5
 
 
 def test_more_tokens_than_the_context_are_refused_with_both_numbers() -> None:
-    check_request(body(max_tokens=100), FACTS)
+    check_request(completion(max_tokens=100), FACTS)
     error = refusal(max_tokens=101)
     assert "101" in error.message
     assert "100" in error.message

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.logprobs import LOWEST, MeasuredLogits
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.sampling_columns import SamplingColumns
 from tests.fakes import tiny_models
 from tests.fakes.schedules import play, random_prompts
 from tests.fakes.step_driver import GREEDY

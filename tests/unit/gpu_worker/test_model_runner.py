@@ -12,9 +12,9 @@ import torch
 
 from gpu_worker import sampler
 from gpu_worker.block_table import IntArray, ProtocolError
-from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.sampler import SamplingMetadata, make_metadata
+from gpu_worker.sampling_columns import SamplingColumns
 from tests.fakes import tiny_models
 from tests.fakes.schedules import execute, play, random_prompts
 from tests.fakes.step_driver import GREEDY, StepDriver

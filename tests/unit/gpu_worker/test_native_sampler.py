@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.native_sampler import NativeSampler
 from gpu_worker.sampler import SamplerOutput, sample_in_torch
+from gpu_worker.sampling_columns import SamplingColumns
 
 ROWS = 24
 SETTINGS: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gpu_worker import sampler
-from gpu_worker.input_batch import SamplingColumns
 from gpu_worker.sampler import SamplerOutput, gumbel, make_metadata, row_keys, sample
+from gpu_worker.sampling_columns import SamplingColumns
 from wire.messages import NewRequestData, SamplingParams, token_ids
 
 CPU = torch.device("cpu")

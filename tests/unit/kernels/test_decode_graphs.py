@@ -16,9 +16,10 @@ from torch import Tensor
 from gpu_worker import model_runner
 from gpu_worker.attention.triton import TritonAttention
 from gpu_worker.decode_graphs import DecodeGraphs, sizes_up_to
-from gpu_worker.input_batch import Capacity, RequestStates, Work
+from gpu_worker.input_batch import Capacity, RequestStates
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.work import Work
 from tests.fakes import tiny_models
 from tests.fakes.recorder import Recorder
 from tests.fakes.schedules import execute, play, random_prompts

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpu_worker import device_sampler, sampler
-from gpu_worker.input_batch import SamplingColumns
+from gpu_worker.sampling_columns import SamplingColumns
 from wire.messages import NewRequestData, SamplingParams, token_ids
 
 VOCAB = 300

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pagestream import embedded
+from tests.fakes.past_the_bus import command
 from wire.bus import Bus, BusDownError
 from wire.config import Settings, load
 
@@ -150,13 +151,13 @@ async def test_what_was_written_survives_a_kill(
     settings = load(redis_url=embedded.address(data_dir))
     first = start()
     bus = await connected(settings)
-    await bus.write([("SET", bus.keys.epoch(), "7")])
+    await command(bus, "SET", bus.keys.epoch(), "7")
     await bus.close()
     first.send_signal(signal.SIGKILL)
     first.wait()
     start()
     bus = await connected(settings)
-    await bus.write([("INCR", bus.keys.epoch())])
+    await command(bus, "INCR", bus.keys.epoch())
     epoch, _ = await bus.lead("me", 1.0, held_epoch=8)
     await bus.close()
     assert epoch == 8

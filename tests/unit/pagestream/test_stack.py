@@ -11,6 +11,7 @@ import pytest
 from pagestream.plan import Service
 from pagestream.stack import Stack
 from wire.config import Settings, load
+from wire.connection import Connection
 
 FOR_EVER = "import signal; signal.pause()"
 
@@ -95,10 +96,6 @@ async def test_a_redis_that_may_evict_is_refused_by_name(
 
 
 @pytest.fixture
-async def redis_policy(redis_url: str) -> None:
+async def redis_policy(redis: Connection) -> None:
     """Make the server one that forgets what it likes."""
-    from wire.connection import Connection  # noqa: PLC0415 - the door, for this once
-
-    connection = Connection(load(redis_url=redis_url))
-    await connection.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
-    await connection.close()
+    await redis.command("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")

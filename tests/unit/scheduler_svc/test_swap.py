@@ -27,11 +27,6 @@ def lane_of(world: World) -> Lane:
     return world.scheduler.lanes["w0"]
 
 
-def turn(world: World) -> None:
-    if world.step("w0") is None:
-        world.result("w0")
-
-
 def crowd(world: World, count: int = 6) -> None:
     for i in range(count):
         world.add([i] * 7, max_tokens=20)
@@ -39,7 +34,7 @@ def crowd(world: World, count: int = 6) -> None:
 
 def until_swapped(world: World, count: int = 1) -> list[Request]:
     while len(lane_of(world).swapped) < count:
-        turn(world)
+        world.turn()
     return list(lane_of(world).swapped)
 
 
@@ -81,7 +76,7 @@ def test_a_block_that_two_share_is_copied_once() -> None:
     shared = [1, 2, 3, 4, 5, 6, 7, 8]
     pair = [world.add([*shared, i], max_tokens=200) for i in range(2)]
     for _ in range(6):
-        turn(world)
+        world.turn()
     lane = lane_of(world)
     copies = []
     for sequence in pair:
@@ -97,7 +92,7 @@ def test_blocks_that_the_device_still_caches_are_not_copied_back() -> None:
     world = new_world(100, num_blocks=40)
     sequence = world.add(list(range(10)), max_tokens=200)
     for _ in range(6):
-        turn(world)
+        world.turn()
     request, lane = world.scheduler.requests[sequence.num], lane_of(world)
     lane.preempt(request)
     out = preemption.swap_out(request, lane)
@@ -131,7 +126,7 @@ def test_an_abort_at_any_moment_frees_both_sides(when: str) -> None:
                 world.result("w0")
         case "copies in in flight":
             while request in list(lane_of(world).swapped):
-                turn(world)
+                world.turn()
     world.abort(world.sequences[request.num])
     world.finish_everything()
 
@@ -156,7 +151,7 @@ def test_the_victim_is_the_newest_or_the_cheapest_and_never_the_first() -> None:
         world.add([i] * length, max_tokens=50) for i, length in enumerate((5, 40, 9, 60))
     )
     for _ in range(10):
-        turn(world)
+        world.turn()
     rules: list[tuple[VictimRule, int]] = [("newest", newest.num), ("cheapest", short.num)]
     for rule, num in rules:
         victim = preemption.choose_victim(lane_of(world), SchedulerConfig(preemption_victim=rule))
@@ -198,6 +193,6 @@ def test_a_tenant_that_was_served_less_goes_before_what_another_has_swapped() ->
     request, *_ = until_swapped(world)
     modest = world.add([9] * 3, max_tokens=2, tenant="modest")
     while request in list(lane_of(world).swapped):
-        turn(world)
+        world.turn()
     assert modest.tokens or world.scheduler.requests[modest.num].was_started
     world.finish_everything()
