@@ -43,7 +43,7 @@ class AttentionMetadata:
     seq_lens: IntArray  # (S,) on the host
     slot_mapping: Tensor  # (T,) int64: block id * block_size + offset, where a token's K, V belong
     block_tables: Tensor  # (S, B) int64
-    num_decodes: int = 0  # sequences, the first ones, whose new tokens no other one of the step sees
+    num_decodes: int = 0  # the first of S: no other sequence sees their new tokens in this step
 
 
 @dataclass(frozen=True, slots=True)

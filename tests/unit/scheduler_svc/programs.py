@@ -75,6 +75,16 @@ def the_same_again() -> None:
         world.finish_everything()
 
 
+def said_by_another() -> None:
+    """Each answer so far becomes a prompt, so that blocks are hit as soon as they have a name."""
+    world = World(SchedulerConfig(64, 40), WorkerCapacity(200, 4, 1000), depth=1)
+    first = world.add([1, 2, 3, 4, 5], max_tokens=24)
+    while first.finished is None:
+        world.add([*first.prompt, *first.tokens, 6], max_tokens=1)
+        world.turn()
+    world.finish_everything()
+
+
 def prompts_in_pieces() -> None:
     """Two prompts begin alike, and each step computes a piece that is no whole number of blocks."""
     config = SchedulerConfig(12, 8, long_prefill_token_threshold=6)

@@ -25,6 +25,7 @@ from tests.unit.scheduler_svc.programs import (
     lost_while_ending,
     prompts_in_pieces,
     room_at_once,
+    said_by_another,
     swapped_within_its_prompt,
     the_same_again,
 )
@@ -104,6 +105,18 @@ def _(patch: pytest.MonkeyPatch) -> None:
         publish(self, request, min(num_computed_tokens + self.block_size - 1, request.num_tokens))
 
     patch.setattr(KVCacheManager, "publish", early)
+
+
+@bug("a decode's block is published before it is full", caught_by=said_by_another)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def publish_full(self: KVCacheManager, requests: Iterable[Request]) -> None:
+        for request in requests:
+            is_last = request.num_tokens == request.max_num_tokens
+            self.publish(request, request.num_tokens - is_last)
+
+    with_full_blocks = Lane.with_full_blocks
+    patch.setattr(KVCacheManager, "publish_full", publish_full)
+    patch.setattr(Lane, "with_full_blocks", lambda self, step: with_full_blocks(self, step + 1))
 
 
 @bug("the worker is not told of a preemption", caught_by=little_memory)
