@@ -92,9 +92,6 @@ class Pass {
         }
     }
 
-    int64_t first_group() const { return begin / GROUP; }
-    int64_t end_group() const { return (end + GROUP - 1) / GROUP; }
-
     // Take the tokens from t0 on. Groups are all over the memory: a later one is asked for, a little
     // at a time, so that it comes while this one is computed.
     void take(int64_t t0, Group<T> here, Group<T> later) {
@@ -205,45 +202,33 @@ class Pass {
     float top[N];
 };
 
-// N rows of each head, from row `at` on. Keys of the heads lie side by side and are gone through
-// together, since memory is fastest in order. `upcoming` is likely to be read after this.
+// N rows of each head. The heads' keys lie side by side and are gone through together, since memory
+// is fastest in order. `upcoming` is likely to be read after this.
 template <class T, int N, int MOST>
-void attend_rows(const Row<T> (*rows)[R], int at, const Reading<T> &reading,
-                 const Reading<T> &upcoming, const Layer &layer) {
+void attend_rows(const Row<T> (*rows)[R], const Reading<T> &reading, const Reading<T> &upcoming,
+                 const Layer &layer) {
     Pass<T, N> passes[MOST];
     const int num_heads = MOST == 1 ? 1 : int(reading.num_heads);
-    for (int h = 0; h < num_heads; h++) passes[h].start(rows[h] + at, layer);
-    const int64_t end = passes[0].end_group();
+    for (int h = 0; h < num_heads; h++) passes[h].start(rows[h], layer);
     const auto later_than = [&](int64_t g, int h) {
         h += MOST == 1 ? 2 : 1;
         g += h / num_heads, h %= num_heads;
-        if (g < end) return reading.at(g, h);
-        return upcoming.at(std::min(upcoming.first + g - end, upcoming.end - 1), h);
+        if (g < reading.end) return reading.at(g, h);
+        return upcoming.at(std::min(upcoming.first + g - reading.end, upcoming.end - 1), h);
     };
-    for (int64_t g = passes[0].first_group(); g < end; g++)
+    for (int64_t g = reading.first; g < reading.end; g++)
         for (int h = 0; h < num_heads; h++)
             passes[h].take(g * GROUP, reading.at(g, h), later_than(g, h));
     for (int h = 0; h < num_heads; h++) passes[h].finish();
 }
 
 template <class T>
-void attend_tile(const Row<T> (*rows)[R], int n, const Reading<T> &reading,
+void attend_tile(const Row<T> (*rows)[R], int num_rows, const Reading<T> &reading,
                  const Reading<T> &upcoming, const Layer &layer) {
-    const auto attend = [&](auto num_rows, int at) {
-        if (reading.num_heads == 1) attend_rows<T, num_rows(), 1>(rows, at, reading, upcoming, layer);
-        else attend_rows<T, num_rows(), HEADS>(rows, at, reading, upcoming, layer);
-        return num_rows();
-    };
-    for (int at = 0; at < n;) {
-        const int left = n - at;
-        if (left >= R) at += attend(std::integral_constant<int, R>{}, at);
-        else if (left >= 8) at += attend(std::integral_constant<int, 8>{}, at);
-        else if (left >= 6) at += attend(std::integral_constant<int, 6>{}, at);
-        else if (left >= 4) at += attend(std::integral_constant<int, 4>{}, at);
-        else if (left == 3) at += attend(std::integral_constant<int, 3>{}, at);
-        else if (left == 2) at += attend(std::integral_constant<int, 2>{}, at);
-        else at += attend(std::integral_constant<int, 1>{}, at);
-    }
+    with_constant<R>(num_rows, [&](auto n) {
+        if (reading.num_heads == 1) attend_rows<T, n(), 1>(rows, reading, upcoming, layer);
+        else attend_rows<T, n(), HEADS>(rows, reading, upcoming, layer);
+    });
 }
 
 // ------------------------------------------------------------------ one layer of a step
@@ -274,8 +259,8 @@ class Items {
         const int64_t most_keys = all_keys / (4 * num_threads);
         for (int64_t s = 0; s < step.num_seqs; s++) {
             const int64_t most = std::min<int64_t>(HEADS, step.num_kv_heads);
-            // Keys that serve several tiles are near after the first.
-            heads[s] = num_tiles(s) > 1 ? 1 : std::clamp<int64_t>(most_keys / step.seq_lens[s], 1, most);
+            heads[s] = std::clamp<int64_t>(most_keys / step.seq_lens[s], 1, most);
+            if (num_tiles(s) > 1) heads[s] = 1;  // its keys are near after the first tile
             first[s + 1] = first[s] + num_tiles(s) * num_parts(s);
         }
     }
@@ -286,7 +271,8 @@ class Items {
         // The last tiles of a prompt see the most keys: they go first.
         const int64_t at = size() - 1 - i;
         const int64_t s = std::upper_bound(first.begin(), first.end(), at) - first.begin() - 1;
-        const int64_t tile = (at - first[s]) / num_parts(s), head = (at - first[s]) % num_parts(s) * heads[s];
+        const int64_t tile = (at - first[s]) / num_parts(s), part = (at - first[s]) % num_parts(s);
+        const int64_t head = part * heads[s];
         return {s, tile, head, std::min(heads[s], step.num_kv_heads - head)};
     }
 
@@ -352,14 +338,15 @@ struct Attention {  // one layer's
     Reading<T> reading(const Items::Item &item) const {
         const int64_t per_kv = step.num_heads / step.num_kv_heads, row = item.tile * R;
         const int64_t last = std::min(row + R, step.num_rows(item.seq)) - 1;
-        const int64_t first = first_of(end_of(item.seq, row / per_kv));
-        const int64_t end = end_of(item.seq, last / per_kv);
-        return {keys, values, step.block_tables + item.seq * step.table_stride, step.num_kv_heads,
-                step.block_size / GROUP, item.head, item.num_heads, first / GROUP, (end + GROUP - 1) / GROUP};
+        const int64_t *blocks = step.block_tables + item.seq * step.table_stride;
+        const int64_t first = first_of(end_of(item.seq, row / per_kv)) / GROUP;
+        const int64_t end = (end_of(item.seq, last / per_kv) + GROUP - 1) / GROUP;
+        return {keys, values, blocks, step.num_kv_heads, step.block_size / GROUP,
+                item.head, item.num_heads, first, end};
     }
 };
 
-// Keys and values of a token and the kv heads [head, end), which are at `key + h * k_head` and so on.
+// Keys and values of a token and the kv heads [head, end); those of h are at `key + h * k_head`.
 template <class T>
 void write_token(const Step &step, int64_t t, int64_t head, int64_t end, const T *key,
                  int64_t k_head, const T *value, int64_t v_head, T *keys, T *values) {
