@@ -26,6 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import aiohttp
 import psutil
 
 from tests.chaos.pool import Pool
@@ -41,7 +42,7 @@ MEGABYTE = 2**20
 MAX_RUNNING = 256
 MAX_TOKENS = 2048
 NUM_BLOCKS = MAX_RUNNING * (MAX_TOKENS // 16 + 4)
-SETTLED_S = 2.0
+_HELD = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:{.*})? (.+)$", re.MULTILINE)
 _USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 
 
@@ -141,7 +142,7 @@ async def throughput(
     served: Served, num_streams: int, num_tokens: int, path: str
 ) -> dict[str, float]:
     """All streams from their request to their last event."""
-    warm = await ask(served.port, 8, 16, path)
+    warm = await ask(served.port, num_streams, 32, path)
     await asyncio.gather(*(one.is_over.wait() for one in warm))
     cpu, began = served.cpu_s, time.monotonic()
     listeners = await ask(served.port, num_streams, num_tokens, path)
@@ -172,9 +173,9 @@ async def memory(served: Served, num_streams: int) -> dict[str, float]:
     await asyncio.gather(*(one.is_over.wait() for one in warm))
     before = served.resident
     listeners = await ask(served.port, num_streams, MAX_TOKENS, "/v1/completions")
-    await asyncio.gather(*(one.has_begun.wait() for one in listeners[:MAX_RUNNING]))
-    held = await _settled(served) - before
-    assert sum(one.is_over.is_set() for one in listeners) == 0, "some streams are over"
+    await _until_taken(served.port, num_streams)
+    held = served.resident - before
+    assert not any(one.is_over.is_set() for one in listeners), "some streams are over"
     for one in listeners:
         one.transport.abort()
     return {
@@ -184,13 +185,15 @@ async def memory(served: Served, num_streams: int) -> dict[str, float]:
     }
 
 
-async def _settled(served: Served) -> int:
-    """Bytes the process holds once that grows no more, so that it has read all requests."""
-    held = -MEGABYTE
-    while (now := served.resident) > held + MEGABYTE / 2:
-        held = now
-        await asyncio.sleep(SETTLED_S)
-    return now
+async def _until_taken(port: int, num_requests: int) -> None:
+    """Wait until so many requests run or wait, by the server's own count."""
+    async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"http://127.0.0.1:{port}/metrics") as response:
+                counts = _HELD.findall(await response.text())
+            if sum(map(float, counts)) >= num_requests:
+                return
+            await asyncio.sleep(0.5)
 
 
 def say(label: str, **figures: Any) -> None:
