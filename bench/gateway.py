@@ -150,10 +150,12 @@ async def throughput(
     took, spent = time.monotonic() - began, served.cpu_s - cpu
     total = sum(one.num_tokens for one in listeners)
     assert total == num_streams * num_tokens, f"{total} tokens came"
+    gaps = _gaps(listeners)
     return {
         "tokens_per_s": round(total / took),
         "events_per_s": round(sum(len(one.arrivals) for one in listeners) / took),
-        "ms_between_events": round(median(_gaps(listeners)) * 1e3, 2),
+        "ms_between_events": round(median(gaps) * 1e3, 2),
+        "longest_ms": round(max(gaps) * 1e3),
         "cpu_us_per_token": round(spent / total * 1e6, 1),
         "cpu_share": round(spent / took, 2),
         "bytes_per_token": round(sum(one.num_bytes for one in listeners) / total),

@@ -110,16 +110,14 @@ async def bench(options: argparse.Namespace) -> None:
     for _ in range(options.repeats):
         for step_ms in options.step_ms:
             async with serving(step_ms, NUM_BLOCKS) as served:
-                await speak(f"ours, {step_ms:g} ms", served, options)
+                await measure(f"ours, {step_ms:g} ms", served, options)
         async with serving_vllm(options.python) as served:
-            await speak("vLLM", served, options)
-        async with serving(50.0, NUM_BLOCKS) as served:
-            say("memory", server="ours", **await memory(served, options.open))
-        async with serving_vllm(options.python) as served:
-            say("memory", server="vLLM", **await memory(served, options.open))
+            await measure("vLLM", served, options)
 
 
-async def speak(name: str, served: Served, options: argparse.Namespace) -> None:
+async def measure(name: str, served: Served, options: argparse.Namespace) -> None:
+    """Memory first, while the process has none to use again."""
+    say("memory", server=name, **await memory(served, options.open))
     for path in ("/v1/completions", "/v1/chat/completions"):
         figures = await throughput(served, options.streams, options.tokens, path)
         say("throughput", server=name, path=path, **figures)
