@@ -4,7 +4,8 @@
 
 Real processes: Redis, a scheduler, a worker whose device computes nothing, and the gateway over
 HTTP; the clients live in this process and count bytes only. Run it on a machine that does nothing
-else. Prints one line of JSON a measurement; gates nothing.
+else. Prints one line of JSON a measurement; gates nothing. `gateway_vs_vllm` measures another
+server the same way.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from array import array
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+import aiohttp
 import psutil
 
 from tests.chaos.pool import Pool
@@ -32,6 +39,30 @@ from tests.fakes.tokenizers import write_model_folder
 
 FACTS = {"vocab_size": VOCAB, "max_position_embeddings": 4096}
 MEGABYTE = 2**20
+MAX_RUNNING = 256
+MAX_TOKENS = 2048
+NUM_BLOCKS = MAX_RUNNING * (MAX_TOKENS // 16 + 4)
+_HELD = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:{.*})? (.+)$", re.MULTILINE)
+_USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server that takes requests: the one process whose costs are counted, and its port."""
+
+    process: psutil.Process
+    port: int
+
+    @property
+    def cpu_s(self) -> float:
+        """User and system time of all its threads."""
+        times = self.process.cpu_times()
+        return float(times.user + times.system)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory it holds."""
+        return int(self.process.memory_info().rss)
 
 
 class Listener(asyncio.Protocol):
@@ -40,8 +71,9 @@ class Listener(asyncio.Protocol):
     def __init__(self, request: bytes) -> None:
         self._request = request
         self._tail = b""
-        self.num_events = 0
+        self.num_tokens = 0  # as the usage at the end says
         self.num_bytes = 0
+        self.arrivals = array("d")  # of each event, monotonic seconds
         self.has_begun = asyncio.Event()
         self.is_over = asyncio.Event()
 
@@ -52,10 +84,12 @@ class Listener(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.num_bytes += len(data)
-        self.num_events += data.count(b"data: ")
+        self.arrivals.extend([time.monotonic()] * data.count(b"data: "))
         self.has_begun.set()
-        self._tail = (self._tail + data)[-40:]
+        self._tail = (self._tail + data)[-1000:]
         if b"[DONE]" in self._tail:
+            if usage := _USAGE.search(self._tail):
+                self.num_tokens = int(usage[1])
             self.is_over.set()
             self.transport.close()
 
@@ -64,8 +98,8 @@ class Listener(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def serving(step_ms: float, num_blocks: int) -> AsyncIterator[tuple[Pool, int]]:
-    """A pool with one gateway that speaks HTTP; its port."""
+async def serving(step_ms: float, num_blocks: int) -> AsyncIterator[Served]:
+    """A pool with one gateway that speaks HTTP."""
     kind = next(kind for kind in KINDS if find_binary(kind))
     port = free_port()
     with tempfile.TemporaryDirectory() as temporary:
@@ -79,14 +113,15 @@ async def serving(step_ms: float, num_blocks: int) -> AsyncIterator[tuple[Pool, 
             async with pool.running():
                 await pool.ready()
                 await until_served(f"http://127.0.0.1:{port}")
-                yield pool, port
+                yield Served(psutil.Process(pool.gateways[0].pid), port)
         finally:
             await pool.close()
 
 
 async def ask(port: int, num_streams: int, num_tokens: int, path: str) -> list[Listener]:
     """Open so many streams at once."""
-    sampling = {"temperature": 0, "ignore_eos": True, "stream": True}
+    sampling: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "stream": True}
+    sampling["stream_options"] = {"include_usage": True}
     if path == "/v1/completions":
         asked = {"prompt": [5, 6, 7], "max_tokens": num_tokens, **sampling}
     else:
@@ -103,55 +138,64 @@ async def ask(port: int, num_streams: int, num_tokens: int, path: str) -> list[L
     return listeners
 
 
-def cpu_of(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+async def throughput(
+    served: Served, num_streams: int, num_tokens: int, path: str
+) -> dict[str, float]:
+    """All streams from their request to their last event."""
+    warm = await ask(served.port, num_streams, 32, path)
+    await asyncio.gather(*(one.is_over.wait() for one in warm))
+    cpu, began = served.cpu_s, time.monotonic()
+    listeners = await ask(served.port, num_streams, num_tokens, path)
+    await asyncio.gather(*(one.is_over.wait() for one in listeners))
+    took, spent = time.monotonic() - began, served.cpu_s - cpu
+    total = sum(one.num_tokens for one in listeners)
+    assert total == num_streams * num_tokens, f"{total} tokens came"
+    gaps = _gaps(listeners)
+    return {
+        "tokens_per_s": round(total / took),
+        "events_per_s": round(sum(len(one.arrivals) for one in listeners) / took),
+        "ms_between_events": round(median(gaps) * 1e3, 2),
+        "longest_ms": round(max(gaps) * 1e3),
+        "cpu_us_per_token": round(spent / total * 1e6, 1),
+        "cpu_share": round(spent / took, 2),
+        "bytes_per_token": round(sum(one.num_bytes for one in listeners) / total),
+        "seconds": round(took, 1),
+    }
 
 
-async def throughput(num_streams: int, num_tokens: int, step_ms: float, path: str) -> None:
-    """All streams from their first event to their last."""
-    async with serving(step_ms, num_streams * (num_tokens // 16 + 4)) as (pool, port):
-        gateway = psutil.Process(pool.gateways[0].pid)
-        warm = await ask(port, 8, 16, path)
-        await asyncio.gather(*(one.is_over.wait() for one in warm))
-        cpu, began = cpu_of(gateway), time.monotonic()
-        listeners = await ask(port, num_streams, num_tokens, path)
-        await asyncio.gather(*(one.is_over.wait() for one in listeners))
-        took, spent = time.monotonic() - began, cpu_of(gateway) - cpu
-        total = num_streams * num_tokens
-        say(
-            "throughput",
-            path=path,
-            streams=num_streams,
-            step_ms=step_ms,
-            tokens_per_s=round(total / took),
-            events_per_s=round(sum(one.num_events for one in listeners) / took),
-            gateway_cpu_us_per_token=round(spent / total * 1e6, 1),
-            gateway_cpu_share=round(spent / took, 2),
-            bytes_per_token=round(sum(one.num_bytes for one in listeners) / total),
-            seconds=round(took, 1),
-        )
+def _gaps(listeners: Sequence[Listener]) -> list[float]:
+    """Seconds between two events of a stream."""
+    pairs = chain.from_iterable(pairwise(one.arrivals) for one in listeners)
+    return [after - before for before, after in pairs]
 
 
-async def memory(num_streams: int) -> None:
-    """What the gateway holds for a stream that is open: those that run, and those that wait."""
-    async with serving(50.0, num_streams * 8) as (pool, port):
-        gateway = psutil.Process(pool.gateways[0].pid)
-        warm = await ask(port, 64, 16, "/v1/completions")
-        await asyncio.gather(*(one.is_over.wait() for one in warm))
-        before = gateway.memory_info().rss
-        listeners = await ask(port, num_streams, 64, "/v1/completions")
-        running = listeners[:256]
-        await asyncio.gather(*(one.has_begun.wait() for one in running))
-        held = gateway.memory_info().rss - before
-        say(
-            "memory",
-            streams=num_streams,
-            gateway_mb=round((before + held) / MEGABYTE, 1),
-            kb_per_open_stream=round(held / num_streams / 1024, 1),
-        )
-        for one in listeners:
-            one.transport.abort()
+async def memory(served: Served, num_streams: int) -> dict[str, float]:
+    """What the process holds for a stream that is open: those that run, and those that wait."""
+    warm = await ask(served.port, 64, 16, "/v1/completions")
+    await asyncio.gather(*(one.is_over.wait() for one in warm))
+    before = served.resident
+    listeners = await ask(served.port, num_streams, MAX_TOKENS, "/v1/completions")
+    await _until_taken(served.port, num_streams)
+    held = served.resident - before
+    assert not any(one.is_over.is_set() for one in listeners), "some streams are over"
+    for one in listeners:
+        one.transport.abort()
+    return {
+        "open": num_streams,
+        "mb": round((before + held) / MEGABYTE, 1),
+        "kb_per_open_stream": round(held / num_streams / 1024, 1),
+    }
+
+
+async def _until_taken(port: int, num_requests: int) -> None:
+    """Wait until so many requests run or wait, by the server's own count."""
+    async with asyncio.timeout(60), aiohttp.ClientSession() as http:
+        while True:
+            async with http.get(f"http://127.0.0.1:{port}/metrics") as response:
+                counts = _HELD.findall(await response.text())
+            if sum(map(float, counts)) >= num_requests:
+                return
+            await asyncio.sleep(0.5)
 
 
 def say(label: str, **figures: Any) -> None:
@@ -161,8 +205,11 @@ def say(label: str, **figures: Any) -> None:
 async def bench(options: argparse.Namespace) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         for step_ms in options.step_ms:
-            await throughput(options.streams, options.tokens, step_ms, path)
-    await memory(options.open)
+            async with serving(step_ms, NUM_BLOCKS) as served:
+                figures = await throughput(served, options.streams, options.tokens, path)
+            say("throughput", path=path, streams=options.streams, step_ms=step_ms, **figures)
+    async with serving(50.0, NUM_BLOCKS) as served:
+        say("memory", **await memory(served, options.open))
 
 
 def main() -> int:

@@ -70,9 +70,9 @@ async def starting(**common: Any) -> AsyncIterator[Start]:
                 await process.communicate()
 
 
-async def until_served(url: str) -> None:
+async def until_served(url: str, patience_s: float = START_S) -> None:
     """Wait until the gateway has its model, so that it takes requests."""
-    async with asyncio.timeout(START_S), aiohttp.ClientSession() as http:
+    async with asyncio.timeout(patience_s), aiohttp.ClientSession() as http:
         while True:
             try:
                 async with http.get(f"{url}/v1/models") as response:
