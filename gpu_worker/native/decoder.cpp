@@ -113,7 +113,8 @@ class Forward {
                  });
         if (!common.empty())
             me.each(ROTARY, common.size(),
-                    [&](int64_t i) { rotate_and_write(common[i], 0, d.num_kv_heads, layer); });
+                    [&](int64_t i) { rotate_and_write(common[i], 0, d.num_kv_heads, layer); },
+                    SMALL);
         const Attention<T> attention{
             step, qkv.data, qkv.stride, DK, (const T *)layer.keys, (const T *)layer.values,
             d.scale, layer.window, 0.f, nullptr, attended.data, attended.stride};
