@@ -150,9 +150,7 @@ class Pass {
         for (int l = 0; l < LANES; l++) is_above |= s[l] > all(top[r]);
         if (any(is_above)) raise(r, s);
         for (int l = 0; l < LANES; l++) {
-            vec e = exp2v(s[l] - top[r]);
-            e = pick(s[l] == all(NONE), vec{}, e);
-            e = pick(s[l] != s[l], s[l], e);  // what is no number stays none
+            const vec e = pick(s[l] == all(NONE), vec{}, exp2v(s[l] - top[r]));
             total[r] += e;
             store(p + l * VL, e);
         }
