@@ -27,6 +27,7 @@ _FEW_TOKENS = 4
 _SLOWER = 1.2
 _TRIALS_S = 0.3  # for finding that out
 
+# What decodes rotate and write counts as attention.
 PHASES = ("matrix products", "attention", "rotary and cache write", "norms and rest")
 
 _C_TYPES = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.int8: "int8_t"}

@@ -1,7 +1,8 @@
 """Paged attention on the CPU by a kernel of our own: reads the blocks where they are.
 
 Owns the cache in that kernel's layout: K (num_blocks, HK, block_size / 16, DK, 16), so that the
-scores of 16 tokens lie side by side in a register, and V (num_blocks, HK, block_size, DV).
+scores of 16 tokens lie side by side in a register, and V (num_blocks, HK, block_size, DV). Of
+bfloat16, pairs that one instruction takes lie side by side in both (native/attention.h).
 """
 
 from __future__ import annotations

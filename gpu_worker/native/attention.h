@@ -150,9 +150,8 @@ class Pass {
         for (int l = 0; l < LANES; l++) is_above |= s[l] > all(top[r]);
         if (any(is_above)) raise(r, s);
         for (int l = 0; l < LANES; l++) {
-            const vec e = pick(s[l] == all(NONE), vec{}, exp2v(s[l] - top[r]));
-            total[r] += e;
-            store(p + l * VL, e);
+            store(p + l * VL, pick(s[l] == all(NONE), vec{}, exp2v(s[l] - top[r])));
+            total[r] += load(p + l * VL);  // as rounded: the errors of both sums cancel out
         }
     }
 
@@ -212,7 +211,8 @@ void attend_rows(const Row<T> (*rows)[R], const Reading<T> &reading, const Readi
         h += MOST == 1 ? 2 : 1;
         g += h / num_heads, h %= num_heads;
         if (g < reading.end) return reading.at(g, h);
-        return upcoming.at(std::min(upcoming.first + g - reading.end, upcoming.end - 1), h);
+        return upcoming.at(std::min(upcoming.first + g - reading.end, upcoming.end - 1),
+                           std::min<int64_t>(h, upcoming.num_heads - 1));
     };
     for (int64_t g = reading.first; g < reading.end; g++)
         for (int h = 0; h < num_heads; h++)
@@ -257,7 +257,8 @@ class Items {
         const int64_t most_keys = all_keys / (4 * num_threads);
         for (int64_t s = 0; s < step.num_seqs; s++) {
             const int64_t most = std::min<int64_t>(HEADS, step.num_kv_heads);
-            heads[s] = std::clamp<int64_t>(most_keys / step.seq_lens[s], 1, most);
+            const int64_t num_keys = std::max<int64_t>(step.seq_lens[s], 1);
+            heads[s] = std::clamp<int64_t>(most_keys / num_keys, 1, most);
             if (num_tiles(s) > 1) heads[s] = 1;  // its keys are near after the first tile
             first[s + 1] = first[s] + num_tiles(s) * num_parts(s);
         }

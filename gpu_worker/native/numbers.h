@@ -120,8 +120,8 @@ inline ivec dot(ivec sum, const uint8_t *a, ivec packs) {
 #endif
 }
 
-// 2 to the power of x <= 0; relative error < 2e-7 (Taylor, degree 6, on [-0.5, 0.5]). Less than 2^-126
-// is as good as that, and what is no number stays none.
+// 2 to the power of x <= 0; relative error < 3e-7 (Taylor, degree 6, on [-0.5, 0.5]). For x < -126 it
+// is anything from 0 to 2^-126, and what is no number stays none.
 inline vec exp2v(vec x) {
 #if VL == 16 && defined(__AVX512F__)
     x = (vec)_mm512_max_ps((__m512)all(-200.f), (__m512)x);  // of two, the second if it is no number

@@ -1,9 +1,9 @@
 // Threads that go through the same phases together, each phase cut into items.
 //
 // Whoever is free takes the next item, so a thread that lost its core to another process holds up
-// the others by one item at most. At the end of a phase they wait for one another: for a moment by
-// looking again and again, then by giving the core away each time, since on a busy machine the
-// thread that is waited for may need it.
+// the others by what it took last: one item, or a few small ones. At the end of a phase they wait
+// for one another: for a moment by looking again and again, then by giving the core away each time,
+// since on a busy machine the thread that is waited for may need it.
 
 #pragma once
 

@@ -116,7 +116,8 @@ class PagedOracle:
             self._write(self.rows[req], n)
         for req, n in prompts:
             sampled[req] = self._advance(req, n, logprobs)
-        for req, n in decodes:  # what a decode writes, it alone may read
+        # What a decode writes, it alone may read: nobody knows in which order they run.
+        for req, n in decodes if step.step_id % 2 else reversed(decodes):
             self._write(self.rows[req], n)
             sampled[req] = self._advance(req, n, logprobs)
         wrong = [req for req, _ in work if self.rows[req].is_sick]
