@@ -103,6 +103,7 @@ class ScriptedEngine:
         self.gateways: set[str] = set()
         self._epoch = 0
         self._number = 0
+        self._turn = asyncio.Lock()  # two commits at once would have one number
         self._running: dict[str, _Running] = {}
         self._talks = asyncio.Event()
         self._talks.set()
@@ -276,11 +277,12 @@ class ScriptedEngine:
     async def _commit(self, commit: Commit) -> None:
         """Commit, under a new epoch if Redis has lost what was committed before."""
         commit.stats["num_requests_running"] = 0
-        try:
-            await self._commit_next(commit)
-        except FencedError:
-            await self._lead()
-            await self._commit_next(commit)
+        async with self._turn:
+            try:
+                await self._commit_next(commit)
+            except FencedError:
+                await self._lead()
+                await self._commit_next(commit)
 
     async def _commit_next(self, commit: Commit) -> None:
         number = self._number + 1

@@ -170,7 +170,9 @@ def _fma(left: Any, right: Any, other: Any) -> Any:
 
 
 def _dot(left: Any, right: Any, total: Any, *_options: Any) -> Any:
-    product = np.matmul(_widened_handle(left), _widened_handle(right), dtype=total.data.dtype)
+    """Add up in double precision: in single, a BLAS adds some rows in another order than others."""
+    wide = (_widened_handle(operand).astype(np.float64) for operand in (left, right))
+    product = np.matmul(*wide).astype(total.data.dtype)
     return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
 
 
