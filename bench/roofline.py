@@ -3,7 +3,9 @@
     python -m bench.roofline [--sequences 32] [--context 192] [--rounds 60] [--set NAME=VALUE …]
 
 Runs the worker's own model runner, without services. Times are medians over the rounds; the part
-that is in no phase is Python, sampling and waking the threads.
+that is in no phase is Python, sampling and waking the threads. During products a step asks memory
+for what attention reads after them; so the step is held against the products of a step with hardly
+anything to attend to, which is run as often after that.
 """
 
 from __future__ import annotations
@@ -15,14 +17,18 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from gpu_worker.decoder import NativeDecoder
+from gpu_worker.attention.base import AttentionMetadata, PagedBackend
+from gpu_worker.decoder import PHASES, NativeDecoder
 from gpu_worker.executor import Executor
 from gpu_worker.model_runner import ModelRunner
 from wire import model_store
 from wire.config import load
 from wire.messages import NewRequestData, SamplingParams, SchedulerOutput, token_ids
+
+REST = "python, sampling, waking"
 
 
 def fill(runner: ModelRunner, num_sequences: int, context: int, num_decodes: int) -> None:
@@ -44,8 +50,10 @@ def fill(runner: ModelRunner, num_sequences: int, context: int, num_decodes: int
         runner.execute(SchedulerOutput(1, 1 + i, new_reqs=[new], num_decodes=i))
 
 
-def measure(runner: ModelRunner, decoder: NativeDecoder, batch: int, rounds: int) -> list[float]:
-    """Median seconds of a step, and of its phases."""
+def measure(
+    runner: ModelRunner, decoder: NativeDecoder, batch: int, rounds: int
+) -> dict[str, float]:
+    """Median seconds of a step, of its phases, and of products alone."""
     times: dict[str, list[float]] = defaultdict(list)
     for i in range(rounds):
         before, started = decoder.seconds(), time.perf_counter()
@@ -53,7 +61,20 @@ def measure(runner: ModelRunner, decoder: NativeDecoder, batch: int, rounds: int
         times["step"].append(time.perf_counter() - started)
         for name, seconds in decoder.seconds().items():
             times[name].append(seconds - before[name])
-    return [statistics.median(values) for values in times.values()]
+    for _ in range(rounds):
+        before = decoder.seconds()
+        forward_alone(runner.backend, decoder, batch)
+        times["alone"].append(decoder.seconds()[PHASES[0]] - before[PHASES[0]])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def forward_alone(backend: PagedBackend, decoder: NativeDecoder, batch: int) -> None:
+    """Run sequences of a single token, which are not cached."""
+    zeros, ones = torch.zeros(batch, dtype=torch.int64), np.ones(batch, dtype=np.int64)
+    nowhere, tables = torch.full((batch,), -1), torch.zeros(batch, 1, dtype=torch.int64)
+    starts = np.arange(batch + 1)
+    backend.begin_step(AttentionMetadata(starts, ones, nowhere, tables, num_decodes=batch))
+    decoder.forward(zeros, zeros, torch.arange(batch), backend)
 
 
 @torch.inference_mode()
@@ -78,12 +99,13 @@ def main() -> None:
     seconds = time.perf_counter() - started
     num_tokens = options.sequences * options.context
     print(f"prefill of {num_tokens} tokens: {num_tokens / seconds:.0f} tokens/s")
-    step, *phases = measure(runner, decoder, options.sequences, options.rounds)
-    for name, value in zip(decoder.seconds(), phases, strict=True):
-        print(f"{name:26}{value * 1e3:8.2f} ms {value / step:6.1%}")
-    print(f"{'python, sampling, waking':26}{(step - sum(phases)) * 1e3:8.2f} ms")
-    rate, ratio = options.sequences / step, step / phases[0]
-    print(f"{'step':26}{step * 1e3:8.2f} ms  {rate:.0f} tokens/s, {ratio:.2f} x its products")
+    medians = measure(runner, decoder, options.sequences, options.rounds)
+    step, alone = medians["step"], medians["alone"]
+    medians[REST] = step - sum(medians[name] for name in PHASES)
+    for name in (*PHASES, REST):
+        print(f"{name:26}{medians[name] * 1e3:8.2f} ms {medians[name] / step:6.1%}")
+    print(f"{'step':26}{step * 1e3:8.2f} ms  {options.sequences / step:.0f} tokens/s")
+    print(f"{'products alone':26}{alone * 1e3:8.2f} ms  a step takes {step / alone:.2f} x that")
 
 
 if __name__ == "__main__":

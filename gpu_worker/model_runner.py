@@ -80,7 +80,7 @@ class ModelRunner:
         self.capacity = capacity
         self.epoch = 0  # the highest seen
         self.model = model
-        self._backend = backend
+        self.backend = backend
         self._grammars = grammars
         self._capture = capture
         self._copy_out = copy_out or copy_out_of(model.device)
@@ -176,10 +176,10 @@ class ModelRunner:
 
         Leaves no request behind. A model that cannot be captured runs eagerly, with a warning.
         """
-        if isinstance(self._backend, StaticBackend):
+        if isinstance(self.backend, StaticBackend):
             for requests in rehearsal.all_kinds(self.capacity):
                 self._rehearse(requests)
-            self._make_repeatable(self._backend)
+            self._make_repeatable(self.backend)
         else:
             self._rehearse(rehearsal.small(self.capacity), num_decodes=1)
 
@@ -250,7 +250,7 @@ class ModelRunner:
         return torch.full(shape, torch.nan, device=self.model.device), []
 
     def _forward(self, batch: InputBatch) -> Tensor:
-        self._backend.begin_step(
+        self.backend.begin_step(
             AttentionMetadata(
                 batch.query_start_loc,
                 batch.seq_lens,
@@ -260,7 +260,7 @@ class ModelRunner:
             )
         )
         return self.model.forward(
-            batch.token_ids, batch.positions, batch.logits_indices, self._backend
+            batch.token_ids, batch.positions, batch.logits_indices, self.backend
         )
 
 

@@ -3,14 +3,17 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "team.h"
 
 namespace {
 
 template <class T>
 void attend(const Attention<T> &attention) {
-    const Items items(attention.step, omp_get_max_threads());
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t i = 0; i < items.size(); i++) attention.attend(items, i);
+    const int num_threads = omp_get_max_threads();
+    const Items items(attention.step, num_threads);
+    Team team(num_threads);
+#pragma omp parallel num_threads(num_threads)
+    Member(team, nullptr).each(0, items.size(), [&](int64_t i) { attention.attend(items, i); });
 }
 
 template <class T>

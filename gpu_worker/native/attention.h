@@ -17,6 +17,7 @@
 
 #include <vector>
 
+#include "lookahead.h"
 #include "numbers.h"
 
 namespace {
@@ -249,7 +250,7 @@ class Items {
     };
 
     Items(const Step &step, int64_t num_threads)
-        : step(step), num_threads(num_threads), heads(step.num_seqs), first(step.num_seqs + 1) {
+        : step(step), heads(step.num_seqs), first(step.num_seqs + 1) {
         int64_t all_keys = 0;  // that are gone through
         for (int64_t s = 0; s < step.num_seqs; s++)
             all_keys += num_tiles(s) * step.num_kv_heads * step.seq_lens[s];
@@ -279,14 +280,13 @@ class Items {
     bool is_apart(int64_t s) const { return s < step.num_decodes && num_tiles(s) == 1; }
 
     // What the thread that does an item is likely to do next.
-    Item after(int64_t i) const { return (*this)[std::min(i + num_threads, size() - 1)]; }
+    Item after(int64_t i) const { return (*this)[std::min(i + 1, size() - 1)]; }
 
   private:
     int64_t num_tiles(int64_t s) const { return (step.num_rows(s) + R - 1) / R; }
     int64_t num_parts(int64_t s) const { return (step.num_kv_heads + heads[s] - 1) / heads[s]; }
 
     const Step &step;
-    const int64_t num_threads;
     std::vector<int64_t> heads;  // of a sequence that are gone through together
     std::vector<int64_t> first;  // item of each sequence, and the end
 };
@@ -325,15 +325,6 @@ struct Attention {  // one layer's
         attend_tile(rows, num_rows, reading(item), reading(items.after(i)), layer);
     }
 
-  private:
-    // Keys [first, end) that a token sees, counted from the step's first of its sequence.
-    int64_t end_of(int64_t s, int64_t token) const {
-        return step.seq_lens[s] - step.query_len(s) + token + 1;
-    }
-    int64_t first_of(int64_t end) const {
-        return window > 0 ? std::max<int64_t>(0, end - window) : 0;
-    }
-
     Reading<T> reading(const Items::Item &item) const {
         const int64_t per_kv = step.num_heads / step.num_kv_heads, row = item.tile * R;
         const int64_t last = std::min(row + R, step.num_rows(item.seq)) - 1;
@@ -343,6 +334,63 @@ struct Attention {  // one layer's
         return {keys, values, blocks, step.num_kv_heads, step.block_size / GROUP,
                 item.head, item.num_heads, first, end};
     }
+
+  private:
+    // Keys [first, end) that a token sees, counted from the step's first of its sequence.
+    int64_t end_of(int64_t s, int64_t token) const {
+        return step.seq_lens[s] - step.query_len(s) + token + 1;
+    }
+    int64_t first_of(int64_t end) const {
+        return window > 0 ? std::max<int64_t>(0, end - window) : 0;
+    }
+};
+
+// Where the items [begin, end) of a layer read, piece by piece: those that are apart, and no more
+// than may stay near until it is read.
+template <class T>
+class CachePieces {
+  public:
+    CachePieces(const Attention<T> &attention, const Items &items, int64_t begin, int64_t end)
+        : attention(attention), items(&items), item(begin - 1), end(end) {}
+
+    const char *next() {  // none: that was all
+        if (num_left-- <= 0) return nullptr;
+        while (at >= stop)
+            if (!turn()) return nullptr;
+        const char *piece = at;
+        at += PIECE;
+        return piece;
+    }
+
+  private:
+    static constexpr int64_t NEAR = 4 << 20;  // bytes: a core's part of the last cache, or so
+
+    bool turn() {  // to what lies together next
+        if (values) {
+            at = values, stop = at + GROUP * DV * sizeof(T);
+            values = nullptr;
+            return true;
+        }
+        if (++head >= reading.num_heads) head = 0, group++;
+        if (group >= reading.end) {
+            do {
+                if (++item >= end) return false;
+            } while (!items->is_apart((*items)[item].seq));
+            reading = attention.reading((*items)[item]);
+            head = 0, group = reading.first;
+        }
+        const Group<T> here = reading.at(group, head);
+        at = (const char *)here.keys, stop = at + GROUP * DK * sizeof(T);
+        values = (const char *)here.values;
+        return true;
+    }
+
+    Attention<T> attention;
+    const Items *items;
+    int64_t item, end, group = 0, head = 0;
+    int64_t num_left = NEAR / PIECE;
+    Reading<T> reading{};
+    const char *at = nullptr, *stop = nullptr, *values = nullptr;
 };
 
 // Keys and values of a token and the kv heads [head, end); those of h are at `key + h * k_head`.

@@ -8,6 +8,8 @@
 // Compiled for MODEL_TYPE, in which the model and its cache are kept (float, or uint16_t for
 // bfloat16), and WEIGHT_TYPE, in which weights are packed (the same, or int8_t).
 
+#include <optional>
+
 #include "attention.h"
 #include "matmul.h"
 #include "team.h"
@@ -92,42 +94,55 @@ class Forward {
         for (int64_t s = 0; s < step.num_seqs; s++)
             if (!items.is_apart(s))
                 for (int64_t t = step.start(s); t < step.start(s + 1); t++) common.push_back(t);
-        Team team;
+        Team team(work.num_threads);
 #pragma omp parallel num_threads(work.num_threads)
         {
             const TileConfig tiles(machine.has_tiles);
-            Member me(team, work.seconds);
-            if (work.token_ids) me.each(NORMS, num_tokens, [&](int64_t t) { embed(t); }, SMALL);
-            for (int64_t l = work.first_layer; l < work.last_layer; l++)
-                run_layer(me, d.layers[l], items);
-            if (work.num_logits > 0) run_head(me);
+            Thread my{{team, work.seconds}, {}, {}};
+            if (work.token_ids)
+                my.part.each(NORMS, num_tokens, [&](int64_t t) { embed(t); }, SMALL);
+            look_ahead(my, work.first_layer, items);
+            for (int64_t l = work.first_layer; l < work.last_layer; l++) run_layer(my, l, items);
+            if (work.num_logits > 0) run_head(my);
         }
     }
 
   private:
-    void run_layer(Member &me, const LayerWeights &layer, const Items &items) {
-        me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.input_norm); }, SMALL);
-        multiply(me, acts, act_stride, num_tokens, layer.qkv,
+    struct Thread {
+        Member part;
+        Lookahead ahead;
+        std::optional<CachePieces<T>> upcoming;  // of the next layer that attends
+    };
+
+    void run_layer(Thread &my, int64_t l, const Items &items) {
+        const LayerWeights &layer = d.layers[l];
+        const Linear *after = l + 1 < work.last_layer ? &d.layers[l + 1].qkv
+                              : work.num_logits > 0   ? &d.head
+                                                      : nullptr;
+        my.part.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.input_norm); },
+                     SMALL);
+        multiply(my, acts, act_stride, num_tokens, layer.qkv, &layer.out,
                  [&](int64_t t, int64_t panel, const float *y) {
-                     for (int i = 0; i < COLS; i += VL) store(qkv[t] + panel * COLS + i, load(y + i));
+                     T *to = qkv[t] + panel * COLS;
+                     for (int i = 0; i < COLS; i += VL) store(to + i, load(y + i));
                  });
         if (!common.empty())
-            me.each(ROTARY, common.size(),
-                    [&](int64_t i) { rotate_and_write(common[i], 0, d.num_kv_heads, layer); },
-                    SMALL);
-        const Attention<T> attention{
-            step, qkv.data, qkv.stride, DK, (const T *)layer.keys, (const T *)layer.values,
-            d.scale, layer.window, 0.f, nullptr, attended.data, attended.stride};
-        me.each(ATTENTION, items.size(), [&](int64_t i) {
+            my.part.each(ROTARY, common.size(),
+                         [&](int64_t i) { rotate_and_write(common[i], 0, d.num_kv_heads, layer); },
+                         SMALL);
+        const Attention<T> attention = attention_of(l);
+        my.part.each(ATTENTION, items.size(), [&](int64_t i) {
             const Items::Item item = items[i];
             if (items.is_apart(item.seq))
                 for (int64_t t = step.start(item.seq); t < step.start(item.seq + 1); t++)
                     rotate_and_write(t, item.head, item.head + item.num_heads, layer);
             attention.attend(items, i);
         });
-        add_product(me, attended, d.num_heads * DV, layer.out);
-        me.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.post_norm); }, SMALL);
-        multiply(me, acts, act_stride, num_tokens, layer.gate_up,
+        look_ahead(my, l + 1, items);
+        add_product(my, attended, d.num_heads * DV, layer.out, &layer.gate_up);
+        my.part.each(NORMS, num_tokens, [&](int64_t t) { normalize(t, x(t), layer.post_norm); },
+                     SMALL);
+        multiply(my, acts, act_stride, num_tokens, layer.gate_up, &layer.down,
                  [&](int64_t t, int64_t panel, const float *y) {
                      constexpr int HALF = COLS / 2;
                      for (int i = 0; i < HALF; i += VL) {
@@ -136,13 +151,27 @@ class Forward {
                                gate * sigmoidv(gate) * load(y + HALF + i));
                      }
                  });
-        add_product(me, activated, d.intermediate, layer.down);
+        add_product(my, activated, d.intermediate, layer.down, after);
     }
 
-    void run_head(Member &me) {
-        me.each(NORMS, work.num_logits,
-                [&](int64_t i) { normalize(i, x(work.logits_indices[i]), d.norm); }, SMALL);
-        multiply(me, acts, act_stride, work.num_logits, d.head,
+    Attention<T> attention_of(int64_t l) const {
+        const LayerWeights &layer = d.layers[l];
+        return {step, qkv.data, qkv.stride, DK, (const T *)layer.keys, (const T *)layer.values,
+                d.scale, layer.window, 0.f, nullptr, attended.data, attended.stride};
+    }
+
+    // Products from here on ask for what this layer's attention will read.
+    void look_ahead(Thread &my, int64_t l, const Items &items) const {
+        my.upcoming.reset();
+        if (l >= work.last_layer) return;
+        const Range mine = my.part.mine(items.size());
+        my.upcoming.emplace(attention_of(l), items, mine.begin, mine.end);
+    }
+
+    void run_head(Thread &my) {
+        my.part.each(NORMS, work.num_logits,
+                     [&](int64_t i) { normalize(i, x(work.logits_indices[i]), d.norm); }, SMALL);
+        multiply(my, acts, act_stride, work.num_logits, d.head, nullptr,
                  [&](int64_t i, int64_t panel, const float *y) {
                      const int64_t first = panel * COLS;
                      memcpy(work.logits + i * d.vocab + first, y,
@@ -202,43 +231,53 @@ class Forward {
     }
 
     // x += W rows, of which n numbers count.
-    void add_product(Member &me, const Rows &rows, int64_t n, const Linear &linear) {
+    void add_product(Thread &my, const Rows &rows, int64_t n, const Linear &linear,
+                     const Linear *after) {
         const auto add = [&](int64_t t, int64_t panel, const float *y) {
             float *to = x(t) + panel * COLS;
             for (int i = 0; i < COLS; i += VL) store(to + i, load(to + i) + load(y + i));
         };
         if constexpr (IS_SCALED) {
-            me.each(NORMS, num_tokens, [&](int64_t t) {
+            my.part.each(NORMS, num_tokens, [&](int64_t t) {
                 quantize(n, [&](int64_t i) { return load(rows[t] + i); }, acts + t * act_stride,
                          scales + t * num_shares);
             }, SMALL);
-            multiply(me, acts, act_stride, num_tokens, linear, add);
+            multiply(my, acts, act_stride, num_tokens, linear, after, add);
         } else {
-            multiply(me, rows.data, rows.stride, num_tokens, linear, add);
+            multiply(my, rows.data, rows.stride, num_tokens, linear, after, add);
         }
     }
 
     // The product of rows with a packed matrix; each row's COLS numbers of a panel go to `then`.
+    // `after` is the matrix that these rows, or some of them, go through next.
     template <class Then>
-    void multiply(Member &me, const Act *a, int64_t stride, int64_t num_rows, const Linear &linear,
-                  Then then) {
+    void multiply(Thread &my, const Act *a, int64_t stride, int64_t num_rows, const Linear &linear,
+                  const Linear *after, Then then) {
         constexpr int64_t AT_ONCE = 256;  // rows that stay near while all panels pass
         const int64_t num_panels = linear.num_outputs / COLS;
         const int64_t num_items = (num_rows + AT_ONCE - 1) / AT_ONCE * num_panels;
-        me.each(PRODUCTS, num_items, [&](int64_t item) {
+        const Range mine = my.part.mine(num_items);
+        my.part.each(PRODUCTS, num_items, [&](int64_t item) {
             const int64_t panel = item % num_panels, first = item / num_panels * AT_ONCE;
             const int64_t end = std::min(num_rows, first + AT_ONCE);
-            const W *weights = (const W *)linear.weights + panel * COLS * linear.num_inputs;
+            const W *weights = (const W *)panel_of(linear, panel).begin;
+            Panel next;
+            if (mine.begin <= item && item + 1 < mine.end)
+                next = panel_of(linear, (panel + 1) % num_panels);
+            else if (item + 1 == mine.end && after)
+                next = panel_of(*after, my.part.mine(after->num_outputs / COLS).begin);
+            my.ahead.begin(panel_of(linear, panel), next, machine.num_passes<W>(end - first),
+                           [&] { return my.upcoming ? my.upcoming->next() : nullptr; });
             alignas(64) float numbers[BLOCK_ROWS * COLS];
             for (int64_t row = first; row < end; row += BLOCK_ROWS) {
                 const int rows = int(std::min<int64_t>(BLOCK_ROWS, end - row));
                 if constexpr (IS_SCALED)
                     multiply_shares(machine, linear, panel,
                                     Quantized{a, stride, scales, num_shares}.after(row), rows,
-                                    weights, numbers);
+                                    weights, my.ahead, numbers);
                 else
                     machine.block<W>(a + row * stride, stride, rows, weights, linear.num_inputs,
-                                     numbers);
+                                     my.ahead, numbers);
                 float *y = numbers;
                 for (int r = 0; r < rows; r++, y += COLS) {
                     if (linear.bias)
@@ -247,6 +286,11 @@ class Forward {
                 }
             }
         });
+    }
+
+    static Panel panel_of(const Linear &linear, int64_t panel) {
+        const int64_t size = COLS * linear.num_inputs * sizeof(W);
+        return {(const char *)linear.weights + panel * size, size};
     }
 
     const Decoder &d;

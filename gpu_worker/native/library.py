@@ -16,7 +16,7 @@ import tempfile
 from importlib import resources
 from pathlib import Path
 
-_FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_TIMEOUT_S = 120
 
 
@@ -41,7 +41,7 @@ def load(name: str, cache_dir: Path, **defines: str | int) -> ctypes.CDLL:
     if value_dim % lanes:
         raise NoLibraryError(f"head size {value_dim} is no multiple of {lanes}")
     macros = {**defines, "VL": lanes}
-    flags = [*_FLAGS, *vector_flags, *(f"-D{name}={value}" for name, value in macros.items())]
+    flags = [*FLAGS, *vector_flags, *(f"-D{name}={value}" for name, value in macros.items())]
     sources = _sources()
     library = cache_dir / f"{name}-{_digest(sources, flags, compiler)}.so"
     if not library.exists():

@@ -15,6 +15,7 @@
 
 #include <type_traits>
 
+#include "lookahead.h"
 #include "numbers.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
@@ -30,8 +31,11 @@ constexpr int NV = COLS / VL;   // vectors that hold one number for each of them
 constexpr int BLOCK_ROWS = 32;  // rows that go through a panel together
 constexpr int ZERO = 128;       // what an activation of zero is as uint8
 constexpr int SHARE = 64;       // inputs of a row that are quantized together
-// Bytes of weights that are asked for before they are needed.
-constexpr int AHEAD = 4096, TILES_AHEAD = 16384;
+constexpr int TILES_AHEAD = 16384;  // bytes of weights that are asked for before tiles need them
+
+template <class W>  // rows of a pass, whose sums fit into registers
+constexpr int MOST_ROWS = std::is_same_v<W, int8_t> ? (VL == 16 ? 8 : 1)
+                                                    : VL == 16 ? 12 : VL == 8 ? 3 : 1;
 
 struct Linear {  // as decoder.py fills it
     const void *weights;  // panels
@@ -49,29 +53,32 @@ template <> struct Beside<int8_t> { using Act = uint8_t; using Sum = int32_t; };
 
 // M rows through one panel; U sums that are added up at the end hide the latency of adding.
 template <class W, int M, int U>
-void vector_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int64_t k,
+void vector_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int64_t k, Asks asks,
                  typename Beside<W>::Sum *out) {
     using Sum = typename Beside<W>::Sum;
     using Vec = std::conditional_t<std::is_same_v<Sum, float>, vec, ivec>;
     constexpr int STEP = PACK<W>;
+    static_assert(STEP * COLS * sizeof(W) == 2 * LINE, "a step goes through two lines");
     Vec sum[U][M][NV];
-    for (int u = 0; u < U; u++)
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < NV; v++) sum[u][m][v] = Vec{};
-    for (int64_t i = 0; i < k; i += STEP * U)
-        for (int u = 0; u < U; u++) {
-            const W *at = w + (i + u * STEP) * COLS;
-            __builtin_prefetch((const char *)at + AHEAD);
-            if (sizeof(W) * STEP * COLS > 64) __builtin_prefetch((const char *)at + AHEAD + 64);
-            decltype(load_packs(at)) packs[NV];
-            for (int v = 0; v < NV; v++) packs[v] = load_packs(at + v * VL * STEP);
-            for (int m = 0; m < M; m++)
-                for (int v = 0; v < NV; v++)
-                    sum[u][m][v] = dot(sum[u][m][v], a + m * stride + i + u * STEP, packs[v]);
-        }
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < NV; v++) {
-            for (int u = 1; u < U; u++) sum[0][m][v] += sum[u][m][v];
+    UNROLLED for (int u = 0; u < U; u++)
+        UNROLLED for (int m = 0; m < M; m++)
+            UNROLLED for (int v = 0; v < NV; v++) sum[u][m][v] = Vec{};
+    for (int64_t i = 0, run = 0; i < k; run++) {
+        const char *line = asks.of_run(run, w + i * COLS);
+        for (int s = 0; s < STEPS; s += U)
+            UNROLLED for (int u = 0; u < U; u++, i += STEP) {
+                const W *at = w + i * COLS;
+                asks.ask(line);
+                decltype(load_packs(at)) packs[NV];
+                UNROLLED for (int v = 0; v < NV; v++) packs[v] = load_packs(at + v * VL * STEP);
+                UNROLLED for (int m = 0; m < M; m++)
+                    UNROLLED for (int v = 0; v < NV; v++)
+                        sum[u][m][v] = dot(sum[u][m][v], a + m * stride + i, packs[v]);
+            }
+    }
+    UNROLLED for (int m = 0; m < M; m++)
+        UNROLLED for (int v = 0; v < NV; v++) {
+            UNROLLED for (int u = 1; u < U; u++) sum[0][m][v] += sum[u][m][v];
             memcpy(out + m * COLS + v * VL, &sum[0][m][v], sizeof(Vec));
         }
 }
@@ -89,11 +96,11 @@ void in_passes(int rows, Pass pass) {
 
 template <class W>
 void vector_block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
-                  typename Beside<W>::Sum *out, bool is_invariant) {
-    constexpr int MOST = VL == 16 ? 12 : VL == 8 ? 3 : 1;  // rows whose sums fit into registers
-    if (rows == 1 && !is_invariant) return vector_rows<W, 1, 4>(a, stride, w, k, out);
-    in_passes<MOST>(rows, [&](int first, auto n) {
-        vector_rows<W, n(), 1>(a + first * stride, stride, w, k, out + first * COLS);
+                  Lookahead &ahead, typename Beside<W>::Sum *out, bool is_invariant) {
+    if (rows == 1 && !is_invariant)
+        return vector_rows<W, 1, 4>(a, stride, w, k, ahead.pass(), out);
+    in_passes<MOST_ROWS<W>>(rows, [&](int first, auto n) {
+        vector_rows<W, n(), 1>(a + first * stride, stride, w, k, ahead.pass(), out + first * COLS);
     });
 }
 
@@ -170,6 +177,13 @@ void tile_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int
     }
 }
 
+template <class W>
+void tile_block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
+                typename Beside<W>::Sum *out) {
+    if (rows > 16) tile_rows<W, true>(a, stride, w, k, out);
+    else tile_rows<W, false>(a, stride, w, k, out);
+}
+
 #else
 
 bool ask_for_tiles() { return false; }
@@ -183,25 +197,31 @@ struct TileConfig {
 struct Machine {
     bool has_tiles, is_invariant;
 
-    bool uses_tiles(int rows) const {
+    template <class W>
+    bool uses_tiles(int64_t rows) const {
         constexpr int FEW = 4;  // rows below which tiles are mostly empty
-        return has_tiles && (rows >= FEW || is_invariant);
+        return !std::is_same_v<W, float> && has_tiles && (rows >= FEW || is_invariant);
+    }
+
+    // Passes through a panel that so many rows need, but for those by tiles.
+    template <class W>
+    int64_t num_passes(int64_t rows) const {
+        const auto of_block = [&](int64_t n) {
+            return uses_tiles<W>(n) ? 0 : (n + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
+        };
+        return rows / BLOCK_ROWS * of_block(BLOCK_ROWS) + of_block(rows % BLOCK_ROWS);
     }
 
     // `rows` up to BLOCK_ROWS through one panel. Memory of `a` is there for rows up to a multiple
     // of 16.
     template <class W>
     void block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
-               typename Beside<W>::Sum *out) const {
+               Lookahead &ahead, typename Beside<W>::Sum *out) const {
 #ifdef HAS_TILES
         if constexpr (!std::is_same_v<W, float>)
-            if (uses_tiles(rows)) {
-                if (rows > 16) tile_rows<W, true>(a, stride, w, k, out);
-                else tile_rows<W, false>(a, stride, w, k, out);
-                return;
-            }
+            if (uses_tiles<W>(rows)) return tile_block(a, stride, rows, w, k, out);
 #endif
-        vector_block(a, stride, rows, w, k, out, is_invariant);
+        vector_block(a, stride, rows, w, k, ahead, out, is_invariant);
     }
 };
 
@@ -225,44 +245,50 @@ inline ivec zeros_of(const Linear &linear, int64_t share, int64_t output) {
 }
 
 template <int M>
-void share_rows(const Linear &linear, int64_t panel, Quantized rows, const int8_t *w, float *out) {
-    vec sum[M][NV];
-    for (int m = 0; m < M; m++)
-        for (int v = 0; v < NV; v++) sum[m][v] = vec{};
+void share_rows(const Linear &linear, int64_t panel, Quantized rows, const int8_t *w, Asks asks,
+                float *out) {
+    static_assert(SHARE == STEPS * PACK<int8_t>, "a share is a run");
+    std::fill(out, out + M * COLS, 0.f);
     for (int64_t share = 0; share * SHARE < linear.num_inputs; share++) {
         ivec part[M][NV];
-        for (int v = 0; v < NV; v++) {
+        UNROLLED for (int v = 0; v < NV; v++) {
             const ivec zeros = zeros_of(linear, share, panel * COLS + v * VL);
-            for (int m = 0; m < M; m++) part[m][v] = -zeros;
+            UNROLLED for (int m = 0; m < M; m++) part[m][v] = -zeros;
         }
+        const char *line = asks.of_run(share, w + share * SHARE * COLS);
         for (int64_t i = share * SHARE; i < (share + 1) * SHARE; i += PACK<int8_t>) {
             const int8_t *at = w + i * COLS;
-            for (int line = 0; line < COLS * PACK<int8_t>; line += 64)
-                __builtin_prefetch(at + AHEAD + line);
-            for (int v = 0; v < NV; v++) {
-                const ivec packs = load_packs(at + v * VL * PACK<int8_t>);
-                for (int m = 0; m < M; m++)
-                    part[m][v] = dot(part[m][v], rows.acts + m * rows.stride + i, packs);
-            }
+            asks.ask(line);
+            ivec packs[NV];
+            UNROLLED for (int v = 0; v < NV; v++)
+                packs[v] = load_packs(at + v * VL * PACK<int8_t>);
+            UNROLLED for (int m = 0; m < M; m++)
+                UNROLLED for (int v = 0; v < NV; v++)
+                    part[m][v] = dot(part[m][v], rows.acts + m * rows.stride + i, packs[v]);
         }
-        for (int m = 0; m < M; m++)
-            for (int v = 0; v < NV; v++)
-                sum[m][v] += __builtin_convertvector(part[m][v], vec) *
-                             rows.scales[m * rows.num_shares + share];
+        UNROLLED for (int m = 0; m < M; m++)
+            UNROLLED for (int v = 0; v < NV; v++) {
+                float *to = out + m * COLS + v * VL;
+                store(to, load(to) + __builtin_convertvector(part[m][v], vec) *
+                                         rows.scales[m * rows.num_shares + share]);
+            }
     }
     for (int m = 0; m < M; m++)
-        for (int v = 0; v < NV; v++)
-            store(out + m * COLS + v * VL,
-                  sum[m][v] * load(linear.scales + panel * COLS + v * VL));
+        for (int v = 0; v < NV; v++) {
+            float *to = out + m * COLS + v * VL;
+            store(to, load(to) * load(linear.scales + panel * COLS + v * VL));
+        }
 }
 
-inline void tile_shares(const Machine &machine, const Linear &linear, int64_t panel, Quantized rows,
-                        int num_rows, const int8_t *w, float *out) {
+#ifdef HAS_TILES
+
+inline void tile_shares(const Linear &linear, int64_t panel, Quantized rows, int num_rows,
+                        const int8_t *w, float *out) {
     alignas(64) int32_t sums[BLOCK_ROWS * COLS];
     for (int i = 0; i < num_rows * COLS; i++) out[i] = 0.f;
     for (int64_t share = 0; share * SHARE < linear.num_inputs; share++) {
         const int64_t first = share * SHARE;
-        machine.block<int8_t>(rows.acts + first, rows.stride, num_rows, w + first * COLS, SHARE, sums);
+        tile_block(rows.acts + first, rows.stride, num_rows, w + first * COLS, SHARE, sums);
         for (int v = 0; v < NV; v++) {
             const int64_t output = panel * COLS + v * VL;
             const ivec zeros = zeros_of(linear, share, output);
@@ -278,14 +304,18 @@ inline void tile_shares(const Machine &machine, const Linear &linear, int64_t pa
     }
 }
 
+#endif
+
 // `num_rows` up to BLOCK_ROWS through one panel.
 inline void multiply_shares(const Machine &machine, const Linear &linear, int64_t panel,
-                            Quantized rows, int num_rows, const int8_t *w, float *out) {
-    if (machine.uses_tiles(num_rows))
-        return tile_shares(machine, linear, panel, rows, num_rows, w, out);
-    constexpr int MOST = VL == 16 ? 8 : 1;  // rows whose integer sums fit into registers
-    in_passes<MOST>(num_rows, [&](int first, auto n) {
-        share_rows<n()>(linear, panel, rows.after(first), w, out + first * COLS);
+                            Quantized rows, int num_rows, const int8_t *w, Lookahead &ahead,
+                            float *out) {
+#ifdef HAS_TILES
+    if (machine.uses_tiles<int8_t>(num_rows))
+        return tile_shares(linear, panel, rows, num_rows, w, out);
+#endif
+    in_passes<MOST_ROWS<int8_t>>(num_rows, [&](int first, auto n) {
+        share_rows<n()>(linear, panel, rows.after(first), w, ahead.pass(), out + first * COLS);
     });
 }
 

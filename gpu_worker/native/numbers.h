@@ -29,6 +29,9 @@ typedef uint16_t hvec __attribute__((vector_size(VL * 2)));
 // many at once: 1 float, 2 of bfloat16, 4 of int8.
 template <class T> constexpr int PACK = 4 / sizeof(T);
 
+// Over a loop whose variables are to stay in registers: arrays do only once it is gone.
+#define UNROLLED _Pragma("GCC unroll 64")
+
 // Calls `then` with n, from 1 to MOST, as a constant.
 template <int MOST, class Then>
 void with_constant(int n, Then then) {

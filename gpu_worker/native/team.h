@@ -1,9 +1,10 @@
 // Threads that go through the same phases together, each phase cut into items.
 //
-// Whoever is free takes the next item, so a thread that lost its core to another process holds up
-// the others by what it took last: one item, or a few small ones. At the end of a phase they wait
-// for one another: for a moment by looking again and again, then by giving the core away each time,
-// since on a busy machine the thread that is waited for may need it.
+// Each has a part of the items, which lie together, and helps the others when it is done with it.
+// So a thread that lost its core to another process holds up the others by what it took last: one
+// item, or a few small ones. At the end of a phase they wait for one another: for a moment by
+// looking again and again, then by giving the core away each time, since on a busy machine the
+// thread that is waited for may need it.
 
 #pragma once
 
@@ -14,24 +15,38 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <vector>
 
 namespace {
 
-struct Team {
-    struct alignas(64) Counter {
-        std::atomic<int64_t> next{0};
+class Team {
+  public:
+    explicit Team(int64_t num_threads) : parts{Parts(num_threads), Parts(num_threads)} {}
+
+  private:
+    friend class Member;
+    struct alignas(64) Part {
+        std::atomic<int64_t> num_taken{0};  // of its items
     };
-    Counter counters[3];  // items of the phase before, of this one and of the next
+    using Parts = std::vector<Part>;
+    Parts parts[2];  // of the members in this phase, and in the next
     alignas(64) std::atomic<int> num_arrived{0};
     alignas(64) std::atomic<int> num_phases{0};  // that are over
+};
+
+struct Range {
+    int64_t begin, end;
 };
 
 class Member {  // one thread's part in a team; made in a parallel region
   public:
     // `seconds` counts, by kind, the time of phases as one of the members sees it.
     Member(Team &team, double *seconds)
-        : team(team), size(omp_get_num_threads()),
-          seconds(omp_get_thread_num() == 0 ? seconds : nullptr), last(now_s()) {}
+        : team(team), size(omp_get_num_threads()), me(omp_get_thread_num()),
+          seconds(me == 0 ? seconds : nullptr), last(now_s()) {}
+
+    // Those of so many items that are this member's.
+    Range mine(int64_t num_items) const { return part(num_items, me); }
 
     // Returns when all items are done. Taking one costs as much as some numbers' worth of work, so
     // small items are taken several at once.
@@ -39,9 +54,15 @@ class Member {  // one thread's part in a team; made in a parallel region
     void each(int kind, int64_t num_items, Item item, bool are_small = false) {
         constexpr int64_t TURNS = 4;
         const int64_t at_once = are_small ? num_items / (TURNS * size) + 1 : 1;
-        std::atomic<int64_t> &next = team.counters[phase % 3].next;
-        for (int64_t i; (i = next.fetch_add(at_once, std::memory_order_relaxed)) < num_items;)
-            for (const int64_t end = std::min(num_items, i + at_once); i < end; i++) item(i);
+        team.parts[(phase + 1) % 2][me].num_taken.store(0, std::memory_order_relaxed);
+        for (int i = 0, whose = me; i < size; i++, whose = (whose + 1) % size) {
+            const auto [begin, end] = part(num_items, whose);
+            std::atomic<int64_t> &num_taken = team.parts[phase % 2][whose].num_taken;
+            while (begin + num_taken.load(std::memory_order_relaxed) < end) {
+                int64_t at = begin + num_taken.fetch_add(at_once, std::memory_order_relaxed);
+                for (const int64_t stop = std::min(end, at + at_once); at < stop; at++) item(at);
+            }
+        }
         meet();
         if (!seconds) return;
         const double now = now_s();
@@ -50,6 +71,10 @@ class Member {  // one thread's part in a team; made in a parallel region
     }
 
   private:
+    Range part(int64_t num_items, int64_t whose) const {
+        return {num_items * whose / size, num_items * (whose + 1) / size};
+    }
+
     static double now_s() {
         const auto now = std::chrono::steady_clock::now().time_since_epoch();
         return std::chrono::duration<double>(now).count();
@@ -59,7 +84,6 @@ class Member {  // one thread's part in a team; made in a parallel region
         const int now = phase++;
         if (team.num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
             team.num_arrived.store(0, std::memory_order_relaxed);
-            team.counters[(now + 2) % 3].next.store(0, std::memory_order_relaxed);
             team.num_phases.store(now + 1, std::memory_order_release);
             return;
         }
@@ -73,7 +97,7 @@ class Member {  // one thread's part in a team; made in a parallel region
     }
 
     Team &team;
-    const int size;
+    const int size, me;
     int phase = 0;
     double *const seconds;
     double last;

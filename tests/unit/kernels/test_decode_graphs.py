@@ -156,7 +156,7 @@ def started(runner: ModelRunner, lengths: list[int]) -> StepDriver:
 def pools(runner: ModelRunner) -> list[Tensor]:
     """Every number of the cache."""
     layers = range(len(runner.model.kv_shapes))
-    return [pool for layer in layers for pool in runner._backend.cache(layer)]
+    return [pool for layer in layers for pool in runner.backend.cache(layer)]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 7])

@@ -78,7 +78,7 @@ def make_runner(recorder: Recorder | None) -> ModelRunner:
     )
     capacity = Capacity(NUM_BLOCKS, 16, 128, 4, 64, VOCAB)
     runner = ModelRunner(model, NoAttention(), capacity, capture=recorder, copy_out=OnItsWay)
-    runner._make_repeatable(runner._backend)  # type: ignore[arg-type]
+    runner._make_repeatable(runner.backend)  # type: ignore[arg-type]
     return runner
 
 
