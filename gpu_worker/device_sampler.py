@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpu_worker.block_table import IntArray
-from gpu_worker.sampler import SamplerOutput, row_keys
+from gpu_worker.sampler import NO_TOKEN, row_keys
 from gpu_worker.sampling_columns import SamplingColumns
 from gpu_worker.transfer import to_device
 from kernels.draw import Draw
@@ -21,9 +21,10 @@ _ALIGNMENT = 4  # numbers: a column starts at a multiple of 16 bytes, for any nu
 
 def sample(
     logits: Tensor, columns: SamplingColumns, rows: IntArray, output_index: IntArray
-) -> SamplerOutput:
+) -> Tensor:
     """Sample output token `output_index` (N,) of rows (N,) from logits (N, V)."""
-    return SamplerOutput(*launch(logits, _draw(logits, columns, rows, output_index)))
+    token_ids, is_finite = launch(logits, _draw(logits, columns, rows, output_index))
+    return torch.where(is_finite, token_ids, NO_TOKEN)
 
 
 def _draw(logits: Tensor, columns: SamplingColumns, rows: IntArray, output_index: IntArray) -> Draw:

@@ -168,12 +168,13 @@ class RequestStates:
     def advance(self, work: Work, sampled: Tensor) -> Receipt:
         """A step has begun; `sampled` (N,) will be the tokens of the rows that sample, in order.
 
-        They may still be on their way to the host: the receipt takes them when they are there.
+        They may still be on their way to the host: the receipt takes them when they are there. A
+        row that got none goes on with another.
         """
         self.num_computed[work.rows] = work.seq_lens
         sampling = work.rows[work.samples]
         self.num_known[sampling] += 1
-        self.last_token[to_device(sampling, sampled.device)] = sampled
+        self.last_token.index_copy_(0, to_device(sampling, sampled.device), sampled.clamp(min=0))
         joining = sampling[work.num_decodes :]
         end = self._num_decodes + len(joining)
         self._decode_batch[self._num_decodes : end] = joining
@@ -314,7 +315,7 @@ def make_batch(states: RequestStates, work: Work) -> InputBatch:
     def here(values: NDArray[np.int64]) -> Tensor:
         return to_device(values, device)
 
-    decoding = states.last_token[here(work.rows[: work.num_decodes])]
+    decoding = states.last_token.index_select(0, here(work.rows[: work.num_decodes]))
     catching_up = [
         states.token_ids[row][start:end]
         for row, start, end in zip(

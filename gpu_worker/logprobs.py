@@ -30,7 +30,7 @@ class MeasuredLogits:
     ) -> None:
         """Take what is wanted of logits (N, V) of rows (N,), which sample output token (N,)."""
         num_top = states.sampling.num_logprobs[rows]
-        places = np.flatnonzero(num_top >= 0)
+        (places,) = (num_top >= 0).nonzero()
         self._wanted = [
             (states.reqs[rows[place]], int(output_index[place]), int(num_top[place]))
             for place in places
@@ -40,11 +40,11 @@ class MeasuredLogits:
             self._logprobs = logits[self._places].float().log_softmax(-1)
 
     def logprobs_of(self, sampled: Tensor) -> list[RequestLogprobs]:
-        """Of the tokens (N,) that were sampled."""
+        """Of the tokens (N,) that were sampled; of a row that got none they mean nothing."""
         if not self._wanted:
             return []
         num_top = [k for _, _, k in self._wanted]
-        records = _records(self._logprobs, sampled[self._places], num_top)
+        records = _records(self._logprobs, sampled[self._places].clamp(min=0), num_top)
         return [
             RequestLogprobs(req, output_index, record)
             for (req, output_index, _), record in zip(self._wanted, records, strict=True)

@@ -32,7 +32,7 @@ from gpu_worker.grammars import GrammarCompiler
 from gpu_worker.input_batch import Capacity, InputBatch, Receipt, RequestStates, make_batch
 from gpu_worker.logprobs import MeasuredLogits, prompt_logprobs
 from gpu_worker.model_loader import LoadedModel
-from gpu_worker.sampler import Sampler, SamplerOutput, sample_in_torch
+from gpu_worker.sampler import NO_TOKEN, Sampler, sample_in_torch
 from gpu_worker.swap import SwapPool
 from gpu_worker.transfer import Arrival, CopyOut, copy_out_of
 from gpu_worker.work import Work, halves
@@ -56,7 +56,7 @@ class Launched:
     step_id: int
     started: float  # seconds, as perf_counter says
     receipt: Receipt
-    sampled: Arrival  # tokens (N,), or -1 where logits were no numbers
+    sampled: Arrival  # tokens (N,), or NO_TOKEN
     logprobs: list[RequestLogprobs]
     copy_us: int
     output: ModelRunnerOutput | None = None  # once it is finished
@@ -126,13 +126,12 @@ class ModelRunner:
         work = self._states.apply(step)
         self._states.distrust(work.errors)
         sampled, logprobs = self._run(work)
-        marked = torch.where(sampled.is_finite, sampled.token_ids, -1)
         launched = Launched(
             epoch=step.epoch,
             step_id=step.step_id,
             started=started,
-            receipt=self._states.advance(work, sampled.token_ids),
-            sampled=self._copy_out(marked),
+            receipt=self._states.advance(work, sampled),
+            sampled=self._copy_out(sampled),
             logprobs=logprobs,
             copy_us=copy_us,
         )
@@ -153,10 +152,10 @@ class ModelRunner:
             self._finish(self._in_flight.popleft())
 
     def _finish(self, launched: Launched) -> None:
-        marked, receipt = launched.sampled.numbers(), launched.receipt
-        sampled_ids = [max(token, 0) for token in marked]
+        sampled, receipt = launched.sampled.numbers(), launched.receipt
+        sampled_ids = [max(token, 0) for token in sampled]
         receipt.record(sampled_ids)
-        sick = [place for place, token in enumerate(marked) if token < 0]
+        sick = [place for place, token in enumerate(sampled) if token == NO_TOKEN]
         errors = self._states.errors(receipt, {place: _fault(receipt, place) for place in sick})
         now = time.perf_counter()
         begun = max(launched.started, self._finished_at)
@@ -205,10 +204,9 @@ class ModelRunner:
                 raise
             log.warning("decode_runs_eagerly", reason=str(error).splitlines()[0][:200])
 
-    def _run(self, work: Work) -> tuple[SamplerOutput, list[RequestLogprobs]]:
+    def _run(self, work: Work) -> tuple[Tensor, list[RequestLogprobs]]:
         if not len(work.rows):
-            nothing = torch.zeros(0, dtype=torch.int64, device=self.model.device)
-            return SamplerOutput(nothing, nothing.bool()), []
+            return torch.zeros(0, dtype=torch.int64, device=self.model.device), []
         logits, of_prompts = self._logits(work)
         states, sampling = self._states, work.rows[work.samples]
         output_index = states.num_known[sampling] - states.num_prompt[sampling]
@@ -217,7 +215,7 @@ class ModelRunner:
             self._finish_all()  # rules look at the tokens before
             logits = states.logits_processor.apply(logits, sampling)
         sampled = self._sampler(logits, states.sampling, sampling, output_index)
-        return sampled, of_prompts + measured.logprobs_of(sampled.token_ids)
+        return sampled, of_prompts + measured.logprobs_of(sampled)
 
     def _logits(self, work: Work) -> tuple[Tensor, list[RequestLogprobs]]:
         """(N, vocab) of the rows that sample, and what is wanted of their prompts.

@@ -56,21 +56,16 @@ class SamplingMetadata:
         return SamplingMetadata(*(column[index] for column in columns))
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    """What N rows sampled."""
+NO_TOKEN = -1
+"""Of a row whose logits were no numbers."""
 
-    token_ids: Tensor  # (N,) int64
-    is_finite: Tensor  # (N,) bool: False where logits were no numbers; the token means nothing
-
-
-Sampler = Callable[[Tensor, SamplingColumns, IntArray, IntArray], SamplerOutput]
-"""Samples, from logits (N, V) of rows (N,), the output token (N,) of each."""
+Sampler = Callable[[Tensor, SamplingColumns, IntArray, IntArray], Tensor]
+"""Samples, from logits (N, V) of rows (N,), the output token (N,) of each: int64, or NO_TOKEN."""
 
 
 def sample_in_torch(
     logits: Tensor, columns: SamplingColumns, rows: IntArray, output_index: IntArray
-) -> SamplerOutput:
+) -> Tensor:
     """Sample on any device, with what torch has."""
     return sample(logits, make_metadata(columns, rows, output_index, logits.device))
 
@@ -97,10 +92,9 @@ def make_metadata(
     )
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata | None) -> SamplerOutput:
-    """Sample one token for each of the rows (N, V)."""
+def sample(logits: Tensor, metadata: SamplingMetadata | None) -> Tensor:
+    """Sample one token for each of the rows (N, V): (N,) int64, or NO_TOKEN."""
     largest, token_ids = _largest(logits)
-    is_finite = largest.isfinite()
     if metadata is not None:
         rows_at_once = max(_ELEMENTS_AT_ONCE // logits.shape[1], 1)
         for start in range(0, len(metadata.rows), rows_at_once):
@@ -108,7 +102,7 @@ def sample(logits: Tensor, metadata: SamplingMetadata | None) -> SamplerOutput:
             scores = logits[part.rows].float() - largest[part.rows].float().unsqueeze(1)
             scores /= part.temperature.unsqueeze(1)  # (M, V)
             token_ids[part.rows] = _draw(scores, part)
-    return SamplerOutput(torch.where(is_finite, token_ids, 0), is_finite)
+    return torch.where(largest.isfinite(), token_ids, NO_TOKEN)
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,12 @@ constexpr float FIRST_CUT = -8.f;  // of the scores that are looked at first; th
 constexpr float LOWEST_CUT = -1e4f;
 constexpr int FEW = 64;  // numbers that are put in order; vectors added up in single precision
 
-struct Rows {  // as native_sampler.py fills it; columns of num_rows numbers, unless said otherwise
-    const float *logits;  // [num_rows][num_tokens]
+constexpr int64_t NO_TOKEN = -1;  // of logits that were no numbers
+
+struct Columns {  // as native_sampler.py fills it: how each of a worker's rows samples
     const float *temperature, *top_p, *min_p;
     const int64_t *top_k;
     const uint64_t *seed;
-    const int64_t *output_index;
-    int64_t num_rows, num_tokens;
-    int64_t *token_ids;  // -1: logits that were no numbers
 };
 
 inline vec logv(vec x) {  // x > 0 and normal; by the series of artanh, relative error < 2e-7
@@ -68,17 +66,18 @@ inline vec gumbel(vec u) {
 
 class Draw {  // of one row
   public:
-    Draw(const Rows &rows, int64_t row, std::vector<float> &scores, std::vector<float> &likely)
-        : row(rows.logits + row * rows.num_tokens), n(rows.num_tokens), scores(scores),
-          likely(likely), temperature(rows.temperature[row]), top_p(rows.top_p[row]),
-          min_p(rows.min_p[row]), top_k(rows.top_k[row] < n ? rows.top_k[row] : 0),
-          key(key_of(rows.seed[row], rows.output_index[row])) {}
+    Draw(const Columns &columns, int64_t row, int64_t output_index, const float *logits, int64_t n,
+         std::vector<float> &scores, std::vector<float> &likely)
+        : logits(logits), n(n), scores(scores), likely(likely),
+          temperature(columns.temperature[row]), top_p(columns.top_p[row]),
+          min_p(columns.min_p[row]), top_k(columns.top_k[row] < n ? columns.top_k[row] : 0),
+          key(key_of(columns.seed[row], output_index)) {}
 
     int64_t token() {
-        const float largest = find_largest();
-        if (!std::isfinite(largest)) return -1;
-        if (temperature == 0) return first_of(largest);
-        make_scores(largest);
+        const auto [logit, token] = largest();
+        if (!std::isfinite(logit)) return NO_TOKEN;
+        if (temperature == 0) return token;
+        make_scores(logit);
         return noisiest(threshold());
     }
 
@@ -90,27 +89,34 @@ class Draw {  // of one row
         return v;
     }
 
-    float find_largest() const {  // NaN if any is
+    struct Logit {
+        float value;  // NaN if any of the row is
+        int64_t token;  // the lowest of equals
+    };
+
+    Logit largest() const {
         vec top = all(NONE);
+        uvec place{};  // in the row, of each lane's largest, in vectors
         ivec none{};
         for (int64_t i = 0; i < n; i += VL) {
-            const vec x = at(row, i, n);
-            top = pick(x > top, x, top);
+            const vec x = at(logits, i, n);
+            const ivec is_larger = x > top;
+            top = pick(is_larger, x, top);
+            place = (uvec)pick(is_larger, (vec)(uvec{} + uint32_t(i / VL)), (vec)place);
             none |= x != x;
         }
-        return any(none) ? NAN : max_of(top);
-    }
-
-    int64_t first_of(float logit) const {  // which is there
-        int64_t i = 0;
-        while (!any(at(row, i, n) == logit)) i += VL;
-        return std::find(row + i, row + n, logit) - row;
+        if (any(none)) return {NAN, NO_TOKEN};
+        const float value = max_of(top);
+        int64_t token = n;
+        for (int lane = 0; lane < VL; lane++)
+            if (top[lane] == value) token = std::min(token, int64_t(place[lane]) * VL + lane);
+        return {value, token};
     }
 
     void make_scores(float largest) {
         scores.resize((n + VL - 1) / VL * VL);
         for (int64_t i = 0; i < n; i += VL)
-            store(scores.data() + i, (at(row, i, n) - largest) / temperature);
+            store(scores.data() + i, (at(logits, i, n) - largest) / temperature);
     }
 
     // The lowest score that may be drawn.
@@ -204,7 +210,7 @@ class Draw {  // of one row
         return found;
     }
 
-    const float *row;
+    const float *logits;
     const int64_t n;
     std::vector<float> &scores;  // (logit - the largest) / temperature
     std::vector<float> &likely;  // scores above a cut
@@ -215,12 +221,16 @@ class Draw {  // of one row
 
 }  // namespace
 
-extern "C" void sample(const Rows *rows) {
-#pragma omp parallel if (rows->num_rows > 1)
+// Output token output_index[i] of row rows[i], from the logits [n][num_tokens].
+extern "C" void sample(const Columns *columns, int64_t n, int64_t num_tokens, const float *logits,
+                       const int64_t *rows, const int64_t *output_index, int64_t *token_ids) {
+#pragma omp parallel if (n > 1)
     {
         std::vector<float> scores, likely;
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t row = 0; row < rows->num_rows; row++)
-            rows->token_ids[row] = Draw(*rows, row, scores, likely).token();
+        for (int64_t i = 0; i < n; i++)
+            token_ids[i] = Draw(*columns, rows[i], output_index[i], logits + i * num_tokens,
+                                num_tokens, scores, likely)
+                               .token();
     }
 }

@@ -70,5 +70,5 @@ def plain_answer(
             allowed = allowed_by(tokenizer, how.grammar, output)
             logits[~allowed[: len(logits)]] = -torch.inf
         metadata = make_metadata(columns, row, np.array([len(output)]), logits.device)
-        output.append(int(sample(logits[None], metadata).token_ids))
+        output.append(int(sample(logits[None], metadata)))
     return output

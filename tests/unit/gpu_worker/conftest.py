@@ -13,7 +13,7 @@ from gpu_worker.attention.torch import TorchAttention
 from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.sampler import SamplerOutput, SamplingMetadata, sample
+from gpu_worker.sampler import SamplingMetadata, sample
 from tests.fakes import tiny_models
 
 BLOCK = 16
@@ -42,7 +42,7 @@ def seen_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tensor]]:
     """Logits (N, V) that each step sampled from."""
     seen: list[Tensor] = []
 
-    def watched(logits: Tensor, metadata: SamplingMetadata | None) -> SamplerOutput:
+    def watched(logits: Tensor, metadata: SamplingMetadata | None) -> Tensor:
         seen.append(logits.clone())
         return sample(logits, metadata)
 

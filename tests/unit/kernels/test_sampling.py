@@ -93,7 +93,7 @@ def test_draws_are_those_of_the_sampler_on_the_cpu() -> None:
     metadata = sampler.SamplingMetadata(
         drawing, temperature[1:], top_k[1:], how.top_p[1:], how.min_p[1:], keys[1:]
     )
-    expected = sampler.sample(logits, metadata).token_ids
+    expected = sampler.sample(logits, metadata)
     assert torch.equal(reference.sample(logits, how)[0], expected)
     assert torch.equal(sample(logits, how, block=1024)[0], expected)
 
