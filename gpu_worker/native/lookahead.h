@@ -24,20 +24,25 @@ struct Panel {
     int64_t size = 0;  // bytes: whole runs
 };
 
-// What a pass asks for.
-struct Asks {
-    const char *const *pieces = nullptr;  // one for each run; none: the weights at hand
-    int64_t stride = 2 * LINE;            // bytes a step
+// What a pass asks for: a run of it from `of_run` on, a step of that by `ask`.
+struct AtHand {  // the weights that it goes through, if nobody asked for them before
+    const char *of_run(int64_t, const void *weights) const { return (const char *)weights + LEAD; }
 
-    const char *of_run(int64_t run, const void *weights) const {
-        return pieces ? pieces[run] : (const char *)weights + LEAD;
-    }
-
-    // In the next step of a run that asks from `line` on.
     void ask(const char *&line) const {
         __builtin_prefetch(line);
-        __builtin_prefetch(line + stride - LINE);  // the same line, unless a step asks for two
-        line += stride;
+        __builtin_prefetch(line + LINE);
+        line += 2 * LINE;
+    }
+};
+
+struct Pieces {
+    const char *const *begin;  // one for each run
+
+    const char *of_run(int64_t run, const void *) const { return begin[run]; }
+
+    void ask(const char *&line) const {
+        __builtin_prefetch(line);
+        line += LINE;
     }
 };
 
@@ -64,15 +69,15 @@ class Lookahead {
         while (num_pieces < most) pieces[num_pieces++] = panel.begin;  // nothing: it is near
     }
 
-    // What the next of these passes asks for.
-    Asks pass() {
+    // Calls `run` with what the next of these passes asks for.
+    template <class Run>
+    void pass(Run run) {
         if (!is_near || num_taken + num_runs > num_pieces) {
-            is_near = true;  // when the pass is over
-            return {};
+            is_near = true;
+            return run(AtHand{});
         }
-        const Asks asks{pieces.data() + num_taken, LINE};
         num_taken += num_runs;
-        return asks;
+        run(Pieces{pieces.data() + num_taken - num_runs});
     }
 
   private:

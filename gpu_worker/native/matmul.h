@@ -52,7 +52,7 @@ template <> struct Beside<uint16_t> { using Act = uint16_t; using Sum = float; }
 template <> struct Beside<int8_t> { using Act = uint8_t; using Sum = int32_t; };
 
 // M rows through one panel; U sums that are added up at the end hide the latency of adding.
-template <class W, int M, int U>
+template <class W, int M, int U, class Asks>
 void vector_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int64_t k, Asks asks,
                  typename Beside<W>::Sum *out) {
     using Sum = typename Beside<W>::Sum;
@@ -65,7 +65,7 @@ void vector_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, i
             UNROLLED for (int v = 0; v < NV; v++) sum[u][m][v] = Vec{};
     for (int64_t i = 0, run = 0; i < k; run++) {
         const char *line = asks.of_run(run, w + i * COLS);
-        for (int s = 0; s < STEPS; s += U)
+        ROLLED for (int s = 0; s < STEPS; s += U)
             UNROLLED for (int u = 0; u < U; u++, i += STEP) {
                 const W *at = w + i * COLS;
                 asks.ask(line);
@@ -98,9 +98,11 @@ template <class W>
 void vector_block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
                   Lookahead &ahead, typename Beside<W>::Sum *out, bool is_invariant) {
     if (rows == 1 && !is_invariant)
-        return vector_rows<W, 1, 4>(a, stride, w, k, ahead.pass(), out);
+        return vector_rows<W, 1, 4>(a, stride, w, k, AtHand{}, out);
     in_passes<MOST_ROWS<W>>(rows, [&](int first, auto n) {
-        vector_rows<W, n(), 1>(a + first * stride, stride, w, k, ahead.pass(), out + first * COLS);
+        ahead.pass([&](auto asks) {
+            vector_rows<W, n(), 1>(a + first * stride, stride, w, k, asks, out + first * COLS);
+        });
     });
 }
 
@@ -244,7 +246,7 @@ inline ivec zeros_of(const Linear &linear, int64_t share, int64_t output) {
     return sums * ZERO;
 }
 
-template <int M>
+template <int M, class Asks>
 void share_rows(const Linear &linear, int64_t panel, Quantized rows, const int8_t *w, Asks asks,
                 float *out) {
     static_assert(SHARE == STEPS * PACK<int8_t>, "a share is a run");
@@ -315,7 +317,9 @@ inline void multiply_shares(const Machine &machine, const Linear &linear, int64_
         return tile_shares(linear, panel, rows, num_rows, w, out);
 #endif
     in_passes<MOST_ROWS<int8_t>>(num_rows, [&](int first, auto n) {
-        share_rows<n()>(linear, panel, rows.after(first), w, ahead.pass(), out + first * COLS);
+        ahead.pass([&](auto asks) {
+            share_rows<n()>(linear, panel, rows.after(first), w, asks, out + first * COLS);
+        });
     });
 }
 
