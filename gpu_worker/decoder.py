@@ -24,7 +24,7 @@ from gpu_worker.native.packing import COLS, LinearStruct, PackedLinear
 # A step of so few tokens waits for the memory alone, and a few threads keep that busy. The others'
 # cores are left to whoever needs them, so long as the step takes no longer than this times as long.
 _FEW_TOKENS = 4
-_SLOWER = 1.2
+_SLOWER = 1.1
 _TRIALS_S = 0.3  # for finding that out
 
 # What decodes rotate and write counts as attention.

@@ -95,22 +95,27 @@ class Draw {  // of one row
     };
 
     Logit largest() const {
-        vec top = all(NONE);
-        uvec place{};  // in the row, of each lane's largest, in vectors
+        constexpr int U = 4;  // vectors that are compared by turns: a comparison has a latency
+        vec top[U];
+        uvec place[U];  // in the row, of each lane's largest, in turns
         ivec none{};
-        for (int64_t i = 0; i < n; i += VL) {
-            const vec x = at(logits, i, n);
-            const ivec is_larger = x > top;
-            top = pick(is_larger, x, top);
-            place = (uvec)pick(is_larger, (vec)(uvec{} + uint32_t(i / VL)), (vec)place);
-            none |= x != x;
-        }
+        UNROLLED for (int u = 0; u < U; u++) top[u] = all(NONE), place[u] = uvec{};
+        for (int64_t i = 0; i < n; i += U * VL)
+            UNROLLED for (int u = 0; u < U; u++) {
+                const vec x = at(logits, i + u * VL, n);
+                const ivec is_larger = x > top[u];
+                top[u] = pick(is_larger, x, top[u]);
+                place[u] = (uvec)pick(is_larger, (vec)(uvec{} + uint32_t(i / VL)), (vec)place[u]);
+                none |= x != x;
+            }
         if (any(none)) return {NAN, NO_TOKEN};
-        const float value = max_of(top);
-        int64_t token = n;
-        for (int lane = 0; lane < VL; lane++)
-            if (top[lane] == value) token = std::min(token, int64_t(place[lane]) * VL + lane);
-        return {value, token};
+        Logit found{NONE, n};
+        for (int u = 0; u < U; u++) found.value = std::max(found.value, max_of(top[u]));
+        for (int u = 0; u < U; u++)
+            for (int lane = 0; lane < VL; lane++)
+                if (top[u][lane] == found.value)
+                    found.token = std::min(found.token, (int64_t(place[u][lane]) + u) * VL + lane);
+        return found;
     }
 
     void make_scores(float largest) {
