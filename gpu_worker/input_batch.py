@@ -269,12 +269,12 @@ class RequestStates:
         known = self.num_known[all_rows]
         if len(set(rows)) != len(rows):
             raise ProtocolError("a request is listed twice")
-        if (all_lens < 1).any() or (seq_lens > known).any():
+        if rows and (min(query_lens) < 1 or (seq_lens > known).any()):
             raise ProtocolError("a request is to run no token, or more than are known")
         if not self.block_table.holds(all_rows, seq_lens).all():
             raise ProtocolError("a request is to run more tokens than its blocks hold")
-        if all_lens.sum() > limit:
-            raise ProtocolError(f"{all_lens.sum()} tokens in a step: {limit} is the most")
+        if (num_tokens := num_decodes + sum(query_lens)) > limit:
+            raise ProtocolError(f"{num_tokens} tokens in a step: {limit} is the most")
         return Work(all_rows, all_lens, seq_lens, seq_lens == known, num_decodes, errors)
 
 
