@@ -152,19 +152,22 @@ def test_a_token_beyond_the_vocabulary_is_an_error_of_its_request_alone(
     assert (len(after.sampled_token_ids), after.errors) == (2, result.errors)
 
 
+@pytest.mark.parametrize("logprobs", [None, 3])
 def test_logits_that_are_not_finite_are_an_error_of_their_request_alone(
-    make_runner: MakeRunner,
+    make_runner: MakeRunner, logprobs: int | None
 ) -> None:
+    how = SamplingParams(max_tokens=20, temperature=0.0, logprobs=logprobs)
     runner = make_runner()
     sick = tiny_models.VOCAB - 1
     runner.model.module.model.embed_tokens.weight.data[sick] = torch.inf
     requests = [
-        new_request(1, prompt_token_ids=token_ids([sick] * 4)),
-        new_request(2, block_ids=[4]),
+        new_request(1, prompt_token_ids=token_ids([sick] * 4), sampling=how),
+        new_request(2, block_ids=[4], sampling=how),
     ]
     result = execute(runner, SchedulerOutput(1, 1, new_reqs=requests))
     assert [error.req for error in result.errors] == [1]
     assert len(result.sampled_token_ids) == 2
+    assert [one.req for one in result.logprobs] == ([1, 2] if logprobs else [])
     again = execute(runner, SchedulerOutput(1, 2, num_decodes=2))
     assert [error.req for error in again.errors] == [1]
 
