@@ -29,18 +29,14 @@ async def whole(answer: Answer, batches: Batches) -> web.Response:
 async def stream(
     request: web.Request, answer: Answer, batches: Batches, numbering: Numbering
 ) -> web.StreamResponse:
-    """Send events. An error before the first of them is a status, later an event."""
+    """Send events. An error before the first of them is a status, later an event.
+
+    Raises:
+        ApiError: nothing is sent yet.
+        ConnectionError: the client is gone.
+
+    """
     events = EventStream(request)
-    try:
-        return await _tell(events, answer, batches, numbering, request.path)
-    except ConnectionError:  # the client is gone; nobody reads what we might say
-        return events.response
-
-
-async def _tell(
-    events: EventStream, answer: Answer, batches: Batches, numbering: Numbering, path: str
-) -> web.StreamResponse:
-    """Send all there is, and the end. Raises ConnectionError once nobody is there any more."""
     opening = _opening(answer, numbering)
     try:
         async for outputs in batches:
@@ -55,12 +51,12 @@ async def _tell(
         if not events.has_begun and numbering.is_fresh:
             raise
         await events.send([(numbering.next_closing(), answer.failure(error))])
-    except ConnectionError:
+    except ConnectionError:  # nobody reads what we might say
         raise
     except Exception:
         if not events.has_begun:
             raise
-        log.exception("stream_failed", path=path)
+        log.exception("stream_failed", path=request.path)
         await events.send([(numbering.next_closing(), answer.failure(internal()))])
     return await events.done(numbering.next_closing(), answer.end_mark)
 

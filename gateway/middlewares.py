@@ -89,7 +89,11 @@ async def answer_errors(request: web.Request, handler: Handler) -> web.StreamRes
 
 
 def counting(figures: GatewayFigures) -> Middleware:
-    """Make the middleware that counts responses; one that no client waited for has status 499."""
+    """Make the middleware that counts responses; one that no client waited for has status 499.
+
+    A handler that finds its client gone ends as one that was cancelled for that: aiohttp would take
+    it for a failure and log it.
+    """
 
     @web.middleware
     async def count(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -98,6 +102,8 @@ def counting(figures: GatewayFigures) -> Middleware:
             response = await handler(request)
             status = response.status
             return response
+        except ConnectionError:
+            raise asyncio.CancelledError from None
         finally:
             resource = request.match_info.route.resource
             path = "other" if resource is None else resource.canonical

@@ -84,8 +84,11 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def serving(app: web.Application) -> AsyncIterator[str]:
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1)
+async def serving(app: web.Application, *, cancels_handlers: bool = True) -> AsyncIterator[str]:
+    """Serve on a free port. Without `cancels_handlers`, who writes finds out that nobody reads."""
+    runner = web.AppRunner(
+        app, handler_cancellation=cancels_handlers, access_log=None, shutdown_timeout=1
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -96,12 +99,17 @@ async def serving(app: web.Application) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def make_world(settings: Settings, **options: Any) -> AsyncIterator[World]:
+async def make_world(
+    settings: Settings, *, cancels_handlers: bool = True, **options: Any
+) -> AsyncIterator[World]:
     bus = Bus.connect(settings)
     app = create_app(settings, bus, **options)
     async with ScriptedEngine(bus, saying(ids_of("hello world"))) as engine:
         await engine.be_ready(folder_hash(Path(settings.model)))
-        async with serving(app) as url, aiohttp.ClientSession(timeout=PATIENCE) as http:
+        async with (
+            serving(app, cancels_handlers=cancels_handlers) as url,
+            aiohttp.ClientSession(timeout=PATIENCE) as http,
+        ):
             await until(lambda: app[READINESS].problem is None)
             yield World(url, app, engine, http, bus, settings)
     await bus.close()

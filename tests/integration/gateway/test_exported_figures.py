@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fakes.deployed import adapter_rules, expressions, metrics_in
+from tests.fakes.exported import exported
 from tests.fakes.gateway_pool import Listener, Pool, gateways, make_pool
 from tests.fakes.running_stack import ROOT
 from tests.fakes.scheduler_pool import eventually
@@ -27,18 +27,6 @@ async def pool(make_settings: Callable[..., Settings], oracle_folder: Path) -> A
         yield made
 
 
-async def exported(pool: Pool) -> dict[str, float]:
-    """Samples of the first gateway, by name and labels that are not the same everywhere."""
-    async with pool.http.get(pool.urls[0] + "/metrics") as response:
-        text = await response.text()
-    found = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            rest = [v for k, v in sample.labels.items() if k not in ("model_name", "engine")]
-            found["/".join([sample.name, *rest])] = sample.value
-    return found
-
-
 async def test_every_metric_that_is_asked_for_is_exported(pool: Pool) -> None:
     status, _ = await pool.post({"prompt": [1, 2, 3], "max_tokens": 4, "seed": 1})
     assert status == 200
@@ -47,7 +35,7 @@ async def test_every_metric_that_is_asked_for_is_exported(pool: Pool) -> None:
     assert len(asked) > 30
 
     async def are_there() -> bool:  # a second later, once the scheduler has written them
-        there = {name.partition("/")[0] for name in await exported(pool)}
+        there = {name.partition("/")[0] for name in await exported(pool.http, pool.urls[0])}
         there |= {re.sub(r"_(bucket|sum|count|total|info)$", "", name) for name in there}
         return asked <= there
 
@@ -60,12 +48,12 @@ async def test_one_request_is_counted_once_everywhere(pool: Pool) -> None:
     assert status == 200
 
     async def is_written() -> bool:
-        found = await exported(pool)
+        found = await exported(pool.http, pool.urls[0])
         tokens = found.get("pagestream:scheduled_tokens_total", 0)
         return tokens == found.get("vllm:iteration_tokens_total_sum") > 0
 
     await eventually(is_written)
-    found = await exported(pool)
+    found = await exported(pool.http, pool.urls[0])
     assert found["vllm:request_success_total/length"] == 2
     assert found["vllm:generation_tokens_total"] == 12
     assert found["vllm:prompt_tokens_total"] == 80
@@ -94,7 +82,7 @@ async def test_a_refused_request_is_told_by_its_reason(
         await eventually(is_queued)
         status, _ = await pool.post({"prompt": [1], "max_tokens": 1})
         assert status == 429
-        found = await exported(pool)
+        found = await exported(pool.http, pool.urls[0])
         assert found["vllm:admission_rejections_total/queue_full"] == 1
         assert found["vllm:request_success_total/error"] == 0
         assert found["vllm:e2e_request_latency_seconds_count"] == 0
@@ -106,7 +94,7 @@ async def test_a_refused_request_is_told_by_its_reason(
 async def test_a_path_that_nobody_has_is_no_label_of_its_own(pool: Pool) -> None:
     for path in ("/nowhere", "/v1/requests/123", "/v1/requests/456"):
         await pool.get(path)
-    found = await exported(pool)
+    found = await exported(pool.http, pool.urls[0])
     assert found["pagestream:http_responses_total/GET/other/404"] == 1
     assert found["pagestream:http_responses_total/GET//v1/requests/{id}/404"] == 2
 
@@ -118,8 +106,8 @@ async def test_a_client_that_left_is_counted_as_such(pool: Pool) -> None:
     listening.cancel()
 
     async def is_counted() -> bool:
-        found = await exported(pool)
+        found = await exported(pool.http, pool.urls[0])
         return found.get("pagestream:http_responses_total/POST//v1/completions/499") == 1
 
     await eventually(is_counted)
-    assert (await exported(pool))["vllm:request_success_total/abort"] == 1
+    assert (await exported(pool.http, pool.urls[0]))["vllm:request_success_total/abort"] == 1
