@@ -134,6 +134,7 @@ class Worker:
         return {
             **fields,
             "state": "draining" if self._stopping.is_set() else "ready",
+            "doing": "",  # in place of what was done while it loaded
             "model_hash": self._model_hash,
             "dtype": info.dtype,
             "device": info.device,

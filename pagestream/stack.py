@@ -161,13 +161,20 @@ class Stack:
     async def _wait_until_ready(self, bus: Bus) -> None:
         host, port = self._settings.host, self._settings.port
         is_tls = self._settings.tls_cert_file is not None
-        while not (self._stopping.is_set() or await is_ready(host, port, is_tls=is_tls)):
-            await self._show_states(bus)
+        # Of a role each: a gateway is content with a worker that was killed a moment ago.
+        wanted = {child.service.role for child in self._children} - {"model", "redis"}
+        while not self._stopping.is_set():
+            if wanted <= await self._show_states(bus) and await is_ready(host, port, is_tls=is_tls):
+                return
             await asyncio.sleep(_POLL_S)
 
-    async def _show_states(self, bus: Bus) -> None:
-        """Show how far each service says it is; its process id tells which one it is."""
+    async def _show_states(self, bus: Bus) -> set[str]:
+        """Show how far each service says it is; the roles of which one has begun to serve.
+
+        Its process id tells which one it is.
+        """
         names = {str(child.pid): child.service.name for child in self._children}
+        serving = set()
         try:
             for role in ("scheduler", "worker", "gateway"):
                 for said in (await bus.processes(role)).values():
@@ -176,8 +183,11 @@ class Stack:
                         doing = f" ({said['doing']})" if said.get("doing") else ""
                         is_done = state not in ("loading", "failed")
                         self._screen.state(name, state + doing, is_done=is_done)
+                        if is_done:
+                            serving.add(role)
         except BusDownError:
-            return
+            pass
+        return serving
 
     # ------------------------------------------------------------ while it runs
 

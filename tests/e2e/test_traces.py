@@ -87,14 +87,14 @@ async def test_a_request_is_one_tree_through_all_three_processes(
 async def test_a_leader_that_is_killed_leaves_one_tree(
     collector: Collector, traced: RunningStack
 ) -> None:
+    leader = (await asyncio.to_thread(traced.pids))["scheduler"]
+    assert leader is not None
     has_begun = threading.Event()
-    reading = asyncio.ensure_future(asyncio.to_thread(events_of, traced, 200, has_begun.set))
+    reading = asyncio.ensure_future(asyncio.to_thread(events_of, traced, 500, has_begun.set))
     await asyncio.to_thread(has_begun.wait)
     await collector.has(prefill=1)  # sent, before its process dies
-    before = (await asyncio.to_thread(traced.pids))["scheduler"]
-    assert before is not None
-    os.kill(before, signal.SIGKILL)
-    assert await reading == 200
+    os.kill(leader, signal.SIGKILL)
+    assert await reading == 500
     await collector.has(request=1, **{"POST /v1/completions": 1})
     [request] = collector.named("request")
     [generate] = collector.named("generate")

@@ -26,6 +26,7 @@ from wire import model_store
 from wire.bus import Bus, FencedError
 from wire.config import Settings, SettingsError
 from wire.messages import ModelRunnerOutput, SchedulerOutput
+from wire.progress import Stage
 from wire.service import StartupError
 
 pytestmark = pytest.mark.redis
@@ -266,6 +267,31 @@ async def test_a_loading_worker_beats_and_a_stop_ends_it(
         async with asyncio.timeout(PATIENCE_S):
             await task
     assert await bus.processes("worker") == {}
+
+
+async def test_what_a_worker_did_while_it_loaded_is_not_said_of_a_ready_one(
+    settings: Settings,
+    bus: Bus,
+    scheduler: Scheduler,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end = threading.Event()
+
+    def slow(_settings: Settings, tell: model_store.Progress) -> Path:
+        tell(Stage("converting"))
+        assert may_end.wait(PATIENCE_S)
+        return folder
+
+    async def is_said() -> bool:
+        return (await bus.processes("worker")).get(NAME, {}).get("doing") == "converting"
+
+    monkeypatch.setattr(model_store, "ensure", slow)
+    async with running(settings):
+        await until(is_said)
+        may_end.set()
+        fields = await scheduler.meet()
+    assert (fields["state"], fields["doing"]) == ("ready", "")
 
 
 # ---------------------------------------------------------------- the end

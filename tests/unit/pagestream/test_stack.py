@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pagestream import stack
 from pagestream.plan import Service
 from pagestream.stack import Stack
+from tests.fakes.scheduler_pool import eventually
+from wire.bus import Bus
 from wire.config import Settings, load
 from wire.connection import Connection
 
@@ -73,6 +78,49 @@ async def test_a_service_that_cannot_start_ends_the_start_with_1_after_some_trie
     assert await Stack(on_redis, screen).run(None, None, services) == 1
     assert screen.events[-1] == "pagestream: worker: out of memory"
     assert screen.lines == [("worker", "worker: out of memory")] * 3
+
+
+async def test_it_is_ready_once_a_service_of_its_own_of_each_role_serves(
+    on_redis: Settings,
+    screen: Notes,
+    bus: Bus,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Its gateway answers before: the heart of a worker of an earlier life may still beat."""
+
+    async def is_ready(*_: Any, **__: Any) -> bool:
+        return True
+
+    monkeypatch.setattr(stack, "is_ready", is_ready)
+    made = Stack(on_redis, screen)
+    running = asyncio.ensure_future(
+        made.run(None, None, [service(role, FOR_EVER) for role in ("worker", "gateway")])
+    )
+
+    async def says(role: str, state: str) -> None:
+        pids = {one.service.role: one.pid for one in made._children}
+        await bus.beat(role, role, "life", {"pid": pids[role], "state": state}, 60)
+
+    async def are_started() -> bool:
+        return len([one for one in made._children if one.pid]) == 2
+
+    async def is_shown() -> bool:
+        return ("gateway", "ready") in screen.states
+
+    async def is_up() -> bool:
+        return "ready http://" in capfd.readouterr().out
+
+    await eventually(are_started)
+    await says("worker", "loading")
+    await says("gateway", "ready")
+    await eventually(is_shown)
+    await asyncio.sleep(0.3)
+    assert not await is_up()
+    await says("worker", "ready")
+    await eventually(is_up)
+    made._ask_to_stop()
+    assert await running == 0
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, 2), (1, 1), (7, 1)])
