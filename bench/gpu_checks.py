@@ -33,6 +33,7 @@ from bench.gpu_batches import (
 from kernels import reference
 from kernels.copy_blocks import copy_blocks
 from kernels.draw import Draw, Penalties
+from kernels.head_norms import HeadNorms
 from kernels.paged_cache import PagedCache, float8_of
 from kernels.reshape_and_cache import reshape_and_cache
 from kernels.residual_rmsnorm import residual_rmsnorm
@@ -136,14 +137,18 @@ def check_cache_writes(device: torch.device, sizes: Sizes, num_tokens: int) -> N
         at = torch.arange(num_tokens, device=device)
         key[0, 0, :2] = 0
         operands = (at, slots, cos_sin)
-        rotated = rotary_and_cache(batch.query, key, value, pools[0], *operands)
-        expected = reference.rotary_and_cache(batch.query, key, value, pools[1], *operands)
+        weight = torch.rand(sizes.dim, device=device).to(dtype)
         # A product may be fused with a sum: a number can fall on the other side of a rounding.
         tolerance = 1e-5 if dtype == torch.float32 else 4e-2
-        demand(f"rotary_and_cache {dtype}", rotated, expected, tolerance)
         of_keys = tolerance if cache_dtype is None else 0.6
-        demand(f"rotary_and_cache {dtype}, keys", pools[0].key, pools[1].key, of_keys)
-        demand(f"rotary_and_cache {dtype}, values", pools[0].value, pools[1].value, 0)
+        for norms in (None, HeadNorms(weight, weight.flip(0), 1e-5)):
+            heads = (batch.query, key, value)
+            rotated = rotary_and_cache(*heads, pools[0], *operands, norms=norms)
+            expected = reference.rotary_and_cache(*heads, pools[1], *operands, norms)
+            name = f"rotary_and_cache {dtype}{' with norms' if norms else ''}"
+            demand(name, rotated, expected, tolerance)
+            demand(f"{name}, keys", pools[0].key, pools[1].key, of_keys)
+            demand(f"{name}, values", pools[0].value, pools[1].value, 0)
 
 
 def _copied(cache: PagedCache) -> PagedCache:

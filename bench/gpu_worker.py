@@ -25,9 +25,10 @@ import transformers
 from gpu_worker.attention.triton import TritonAttention
 from gpu_worker.decode_graphs import Capture, CudaCapture
 from gpu_worker.executor import Executor
-from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel, load_model
 from gpu_worker.model_runner import Launched, ModelRunner
+from gpu_worker.prepare import prepare
+from gpu_worker.request_states import Capacity
 from wire import model_store
 from wire.config import Settings, SettingsError, load
 from wire.messages import NewRequestData, SamplingParams, SchedulerOutput, token_ids
@@ -176,6 +177,9 @@ def main() -> int:
         sys.exit("bench/gpu_worker.py needs a GPU; --check works without")
     folder = folder_of(settings, DEMO_SHAPE if is_cuda else TINY_SHAPE)
     model = load_model(settings, folder)
+    model = prepare(
+        settings, model, TritonAttention(settings.block_size, model.dtype, model.device)
+    )
     is_right = repeats_truly(model, settings, [1, 3, 8, 33] if is_cuda else [1, 3])
     print(
         "right: graphs repeat what eager steps do" if is_right else "WRONG: graphs differ",

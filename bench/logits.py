@@ -91,7 +91,7 @@ def main() -> None:
     for name, kind in KINDS.items():
         print(f"{name:12} {rules_us(kind, logits, given.folder, eos, given.steps):10.0f}")
     columns, rows = SamplingColumns(given.rows), np.arange(given.rows)
-    columns.num_logprobs[:] = 5
+    columns.num_logprobs = dict.fromkeys(range(given.rows), 5)
     states: Any = SimpleNamespace(sampling=columns, reqs=list(range(given.rows)))
     tokens = logits.argmax(1)
 

@@ -94,6 +94,8 @@ def main() -> None:
     runner = executor.runner
     decoder = runner.model.decoder
     assert isinstance(decoder, NativeDecoder), "the model was not rewritten: see the log"
+    while not decoder.threads_for(options.sequences, options.sequences).is_settled:
+        forward_alone(runner.backend, decoder, options.sequences)
     started = time.perf_counter()
     fill(runner, options.sequences, options.context, options.rounds)
     seconds = time.perf_counter() - started

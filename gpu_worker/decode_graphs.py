@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gpu_worker.attention.base import StaticBackend, StaticDecodes
-from gpu_worker.input_batch import Capacity, RequestStates
 from gpu_worker.model_loader import LoadedModel
+from gpu_worker.request_states import Capacity, RequestStates
 from gpu_worker.transfer import to_device
 from gpu_worker.work import Work
 from kernels.decode_plan import MAX_ITEMS, SPLIT, work_starts
@@ -135,7 +135,7 @@ class DecodeGraphs:
     def holds(self, work: Work) -> bool:
         """Whether a graph can do this work."""
         num_rows = len(work.rows)
-        if work.num_decodes < num_rows or not num_rows:
+        if not work.is_decode or not num_rows:
             return False
         num_pieces = int((-(-work.seq_lens // SPLIT)).sum())  # or fewer, with a window
         return num_pieces <= self._max_items[self._size_for(num_rows)]
@@ -146,16 +146,15 @@ class DecodeGraphs:
         size = self._size_for(num_rows)
         lens, long = self._padded(size)
         lens[:num_rows] = work.seq_lens
-        positions = work.seq_lens - 1
         long[0, :num_rows] = work.rows
-        long[1, :num_rows] = positions
-        long[2, :num_rows] = states.block_table.slots(work.rows, positions)
+        long[1, :num_rows] = work.num_computed
+        long[2, :num_rows] = states.block_table.slots(work.rows, work.num_computed)
         self._write(size, lens, long)
         num_columns = int(-(-work.seq_lens.max() // states.block_table.block_size))
         blocks = states.block_table.of(work.rows, num_columns).astype(np.int32)
         self._tables[:num_rows, :num_columns] = to_device(blocks, self._model.device)
         rows = self._columns[size].long(self._flat[size])[0, :num_rows]
-        self._token_ids[:num_rows] = states.last_token[rows]
+        self._token_ids[:num_rows] = states.last_tokens.all[rows]
         self._replays[size]()
         return self._logits[:num_rows]
 

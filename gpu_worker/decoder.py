@@ -1,15 +1,14 @@
 """Decoders of the Llama kind in C++ (native/decoder.cpp): a whole forward is one call.
 
-Owns packed weights, the rotary table and the memory of a forward. How they come out of a loaded
-model is `prepare`'s business.
+Owns packed weights, the rotary table, the memory of a forward and the number of its threads. How
+the weights come out of a loaded model is `prepare`'s business.
 """
 
 from __future__ import annotations
 
 import ctypes
-import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +19,10 @@ from gpu_worker.attention.base import AttentionBackend
 from gpu_worker.attention.cpu import CpuAttention, Step
 from gpu_worker.native import library, memory
 from gpu_worker.native.packing import COLS, LinearStruct, PackedLinear
+from gpu_worker.thread_choice import ThreadChoice
 
-# A step of so few tokens waits for the memory alone, and a few threads keep that busy. The others'
-# cores are left to whoever needs them, so long as the step takes no longer than this times as long.
-_FEW_TOKENS = 4
-_SLOWER = 1.1
-_TRIALS_S = 0.3  # for finding that out
+FEW_TOKENS = 8
+"""The most of a step that may wait for the memory more than it computes."""
 
 # What decodes rotate and write counts as attention.
 PHASES = ("matrix products", "attention", "rotary and cache write", "norms and rest")
@@ -110,6 +107,8 @@ class NativeDecoder:
     NoLibraryError where it cannot be compiled.
     """
 
+    stream_dtype = torch.float32
+
     def __init__(
         self,
         weights: DecoderWeights,
@@ -128,7 +127,10 @@ class NativeDecoder:
             WEIGHT_TYPE=_C_TYPES[weights.kind],
         )
         self._library.arena_size.restype = _int64
-        self._most_threads = self._few_threads = int(self._library.most_threads())
+        most = int(self._library.most_threads())
+        counts = [*(n for n in (1, 2, 4, 8, 16, 32) if n < most), most]
+        self._for_decodes = [ThreadChoice(counts) for _ in range(FEW_TOKENS)]  # of 1 token, 2, …
+        self._for_others = ThreadChoice([most])
         self._layers = (_Layer * len(weights.layers))(*map(_layer_struct, weights.layers))
         self._decoder = _decoder_struct(weights, self._layers)
         self._bound_to: int | None = None  # address of the cache that the layers point to
@@ -146,27 +148,16 @@ class NativeDecoder:
         self._work.x = self._x.data_ptr()
         self._work.arena = -(-self._arena.data_ptr() // 64) * 64
 
-    def choose_threads(self, backend: AttentionBackend) -> None:
-        """Find by trying how few threads are enough for a step of few tokens.
+    def use_threads(self, *, few: Sequence[int], most: int) -> None:
+        """Run small steps of decodes with one of so many threads, and all others with so many."""
+        self._for_decodes = [ThreadChoice(few) for _ in range(FEW_TOKENS)]
+        self._for_others = ThreadChoice([most])
 
-        The cache gets a token at position 0.
-        """
-        nothing = torch.zeros(1, dtype=torch.int64)
-        counts = [n for n in (1, 2, 4, 8, 16, 32) if n < self._most_threads]
-        counts.append(self._most_threads)
-        fastest = dict.fromkeys(counts, math.inf)
-        deadline = time.perf_counter() + _TRIALS_S
-        while len(counts) > 1 and time.perf_counter() < deadline:
-            for self._few_threads in counts:  # by turns: what disturbs one disturbs all
-                started = time.perf_counter()
-                self.forward(nothing, nothing, nothing, backend)
-                seconds = time.perf_counter() - started
-                fastest[self._few_threads] = min(fastest[self._few_threads], seconds)
-        self._few_threads = fewest(fastest)
-
-    def use_threads(self, *, few: int, most: int) -> None:
-        """Run small steps with so many threads, and all others with so many."""
-        self._few_threads, self._most_threads = few, most
+    def threads_for(self, num_tokens: int, num_decodes: int) -> ThreadChoice:
+        """How the number of threads is chosen for a step of so many tokens and decodes."""
+        if num_decodes == num_tokens <= FEW_TOKENS:
+            return self._for_decodes[num_tokens - 1]
+        return self._for_others
 
     def use_vectors(self) -> None:
         """Leave the tiles alone, as where the processor has none."""
@@ -213,9 +204,10 @@ class NativeDecoder:
 
     def _head_of(self, rows: Tensor) -> Tensor:
         """Have the logits of rows (N,) computed into the tensor that is returned."""
-        assert len(rows) <= self._work.max_tokens, "the memory of a forward is for so many rows"
-        logits = torch.empty(len(rows), self._decoder.vocab)
-        self._work.logits_indices, self._work.num_logits = rows.data_ptr(), len(rows)
+        num_rows = rows.shape[0]
+        assert num_rows <= self._work.max_tokens, "the memory of a forward is for so many rows"
+        logits = torch.empty(num_rows, self._decoder.vocab)
+        self._work.logits_indices, self._work.num_logits = rows.data_ptr(), num_rows
         self._work.logits = logits.data_ptr()
         return logits
 
@@ -224,10 +216,12 @@ class NativeDecoder:
         self._bind(backend)
         work = self._work
         work.positions, work.first_layer, work.last_layer = positions.data_ptr(), first, last
-        is_small = len(positions) <= _FEW_TOKENS
-        work.num_threads = self._few_threads if is_small else self._most_threads
         step = backend.step(self._weights.num_heads, self._weights.num_kv_heads)
+        threads = self.threads_for(step.num_tokens, step.num_decodes)
+        work.num_threads = threads.count
+        started = time.perf_counter()
         self._library.forward(*map(ctypes.byref, (self._decoder, step, work)))
+        threads.note(time.perf_counter() - started)
 
     def _bind(self, backend: CpuAttention) -> None:
         """Let the layers point to the blocks of this cache."""
@@ -238,12 +232,6 @@ class NativeDecoder:
             keys, values = backend.cache(i)
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
         self._bound_to = address
-
-
-def fewest(seconds: Mapping[int, float]) -> int:
-    """The smallest number of threads that takes hardly longer than the fastest does."""
-    enough = _SLOWER * min(seconds.values())
-    return min(n for n, needed in seconds.items() if needed <= enough)
 
 
 def _layer_struct(layer: DecoderLayer) -> _Layer:

@@ -33,13 +33,13 @@ from gpu_worker.attention.selector import select_backend
 from gpu_worker.block_table import ProtocolError
 from gpu_worker.decode_graphs import CudaCapture
 from gpu_worker.grammars import GrammarCompiler
-from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel, load_model
 from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.native.library import NoLibraryError
 from gpu_worker.native.memory import keep_what_is_freed
 from gpu_worker.native_sampler import NativeSampler
 from gpu_worker.prepare import prepare
+from gpu_worker.request_states import Capacity
 from gpu_worker.sampler import Sampler, sample_in_torch
 from wire.config import Settings
 from wire.messages import ModelRunnerOutput, SchedulerOutput
@@ -151,9 +151,6 @@ class Executor:
         tell("preparing the weights")
         model = prepare(settings, model, backend)
         if isinstance(backend, StaticBackend):
-            from gpu_worker.fused import fuse  # noqa: PLC0415 - Triton is not everywhere
-
-            fuse(model)
             tell("compiling, and measuring memory")
         capacity = self._fit(model, backend)
         self._grammars = GrammarCompiler(folder, capacity.vocab_size)

@@ -6,7 +6,7 @@ random numbers, within what the dtype allows. Whatever is not known, or does not
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -38,19 +38,38 @@ class FusedNorm(nn.Module):
         return residual_rmsnorm(rows, None, self.weight, self.eps).view(hidden.shape)
 
 
+class Merged(nn.Module):
+    """Products of the same rows as one. Their weights become views of it: none is there twice."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        super().__init__()
+        weights = [part.weight for part in parts]
+        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
+        views: Any = torch.split(self.weight, [len(weight) for weight in weights])
+        biases = [
+            w.new_zeros(len(w)) if p.bias is None else p.bias
+            for p, w in zip(parts, weights, strict=True)
+        ]
+        self.bias = torch.cat(biases) if any(p.bias is not None for p in parts) else None
+        for part, view in zip(parts, views, strict=True):
+            part.weight = nn.Parameter(view, requires_grad=False)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(T, inputs) to (T, outputs of all parts)."""
+        return functional.linear(rows, self.weight, self.bias)
+
+
 class FusedMLP(nn.Module):
     """An MLP gated by silu: gate and up in one product, and both of what follows in one launch."""
 
     def __init__(self, stock: Any) -> None:
         super().__init__()
-        both = (stock.gate_proj, stock.up_proj)
-        self.weight = nn.Parameter(torch.cat([one.weight for one in both]), requires_grad=False)
-        self.bias = None if both[0].bias is None else torch.cat([one.bias for one in both])
+        self.gate_up = Merged([stock.gate_proj, stock.up_proj])
         self.down_proj = stock.down_proj
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(…, hidden) to (…, hidden)."""
-        gate_up = functional.linear(hidden.reshape(-1, hidden.shape[-1]), self.weight, self.bias)
+        gate_up = self.gate_up(hidden.reshape(-1, hidden.shape[-1]))
         down: Tensor = self.down_proj(silu_mul(gate_up))
         return down.view(hidden.shape)
 

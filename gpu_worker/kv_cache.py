@@ -20,7 +20,7 @@ import structlog
 import torch
 
 from gpu_worker.attention.base import KVShape
-from gpu_worker.input_batch import Capacity
+from gpu_worker.request_states import Capacity
 from wire.config import Settings, SettingsError
 
 log = structlog.get_logger()

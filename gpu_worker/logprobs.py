@@ -1,7 +1,7 @@
 """Log-probabilities of tokens, for those who ask: the model's own, before anything is done to them.
 
 That is log_softmax of the logits as they come from the model, whatever the temperature, the
-penalties or the bans (vLLM's `raw_logprobs`). A step in which nobody asks costs one look.
+penalties or the bans (vLLM's `raw_logprobs`). While no request here asks, a step costs one look.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gpu_worker.block_table import IntArray
-from gpu_worker.input_batch import PromptTargets, RequestStates
+from gpu_worker.input_batch import PromptTargets
+from gpu_worker.request_states import RequestStates
 from wire.messages import RequestLogprobs
 
 LOWEST = -9999.0
@@ -29,14 +30,14 @@ class MeasuredLogits:
         self, states: RequestStates, rows: IntArray, output_index: IntArray, logits: Tensor
     ) -> None:
         """Take what is wanted of logits (N, V) of rows (N,), which sample output token (N,)."""
-        num_top = states.sampling.num_logprobs[rows]
-        (places,) = (num_top >= 0).nonzero()
+        num_top = states.sampling.num_logprobs
+        known = enumerate(rows.tolist()) if num_top else ()
+        asking = [(place, row) for place, row in known if row in num_top]
         self._wanted = [
-            (states.reqs[rows[place]], int(output_index[place]), int(num_top[place]))
-            for place in places
+            (states.reqs[row], int(output_index[place]), num_top[row]) for place, row in asking
         ]
-        if self._wanted:
-            self._places = torch.from_numpy(places).to(logits.device)
+        if asking:
+            self._places = torch.tensor([place for place, _ in asking], device=logits.device)
             self._logprobs = logits[self._places].float().log_softmax(-1)
 
     def logprobs_of(self, sampled: Tensor) -> list[RequestLogprobs]:
@@ -58,7 +59,7 @@ def prompt_logprobs(
     found, begin = [], 0
     for one in targets:
         num_tokens = len(one.token_ids)
-        num_top = int(states.sampling.num_prompt_logprobs[one.row])
+        num_top = states.sampling.num_prompt_logprobs[one.row]
         records = b""
         for start in range(0, num_tokens, _ROWS_AT_ONCE):
             ids = torch.from_numpy(one.token_ids[start : start + _ROWS_AT_ONCE]).to(logits.device)

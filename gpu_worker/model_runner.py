@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from gpu_worker import rehearsal
-from gpu_worker.attention.base import AttentionMetadata, PagedBackend, StaticBackend
+from gpu_worker.attention.base import PagedBackend, StaticBackend
 from gpu_worker.decode_graphs import Capture, DecodeGraphs
 from gpu_worker.grammars import GrammarCompiler
-from gpu_worker.input_batch import Capacity, InputBatch, Receipt, RequestStates, make_batch
+from gpu_worker.input_batch import InputBatch, make_batch
 from gpu_worker.logprobs import MeasuredLogits, prompt_logprobs
 from gpu_worker.model_loader import LoadedModel
+from gpu_worker.request_states import Capacity, Receipt, RequestStates
 from gpu_worker.sampler import NO_TOKEN, Sampler, sample_in_torch
 from gpu_worker.swap import SwapPool
 from gpu_worker.transfer import Arrival, CopyOut, copy_out_of
@@ -208,7 +209,7 @@ class ModelRunner:
         if not len(work.rows):
             return torch.zeros(0, dtype=torch.int64, device=self.model.device), []
         logits, of_prompts = self._logits(work)
-        states, sampling = self._states, work.rows[work.samples]
+        states, sampling = self._states, work.of_sampling(work.rows)
         output_index = states.num_known[sampling] - states.num_prompt[sampling]
         measured = MeasuredLogits(states, sampling, output_index, logits)
         if states.logits_processor.rules_of(sampling):
@@ -225,12 +226,13 @@ class ModelRunner:
         """
         if self._graphs is not None and self._graphs.holds(work):
             return self._graphs.run(self._states, work), []
-        num_sampling = int(work.samples.sum())
         try:
             batch = make_batch(self._states, work)
             logits = self._forward(batch)
-            of_prompts = prompt_logprobs(self._states, batch.prompt_targets, logits[num_sampling:])
-            return logits[:num_sampling], of_prompts
+            if not batch.prompt_targets:
+                return logits, []
+            logits, of_prompts = logits.tensor_split([work.num_sampling])
+            return logits, prompt_logprobs(self._states, batch.prompt_targets, of_prompts)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -239,24 +241,18 @@ class ModelRunner:
             torch.cuda.empty_cache()
         parts = halves(work)
         if parts is not None:
-            (first, before), (rest, after) = map(self._logits, parts)
+            first, before = self._logits(parts[0])
+            first = first.clone()  # what a graph says holds until it is run again
+            rest, after = self._logits(parts[1])
             return torch.cat([first, rest]), before + after
         req = self._states.reqs[work.rows[0]]
         log.warning("request_starved", req=req, error=reason)
         self._states.distrust([RequestError(req, reason)])
-        shape = num_sampling, self.capacity.vocab_size
+        shape = work.num_sampling, self.capacity.vocab_size
         return torch.full(shape, torch.nan, device=self.model.device), []
 
     def _forward(self, batch: InputBatch) -> Tensor:
-        self.backend.begin_step(
-            AttentionMetadata(
-                batch.query_start_loc,
-                batch.seq_lens,
-                batch.slot_mapping,
-                batch.block_tables,
-                batch.num_decodes,
-            )
-        )
+        self.backend.begin_step(batch.attention)
         return self.model.forward(
             batch.token_ids, batch.positions, batch.logits_indices, self.backend
         )

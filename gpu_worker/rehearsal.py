@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpu_worker.input_batch import Capacity
+from gpu_worker.request_states import Capacity
 from kernels.decode_plan import SPLIT
 from wire.messages import NewRequestData, SamplingParams, token_ids
 

@@ -16,6 +16,8 @@ from torch import Tensor
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     """Values as a tensor of the device; on the CPU it shares their memory."""
     tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.draw import Draw, Penalties
+from kernels.head_norms import HeadNorms
 from kernels.paged_cache import PagedCache
 
 # ---------------------------------------------------------------- attention
@@ -120,8 +121,15 @@ def rotary_and_cache(
     positions: Tensor,
     slot_mapping: Tensor,
     cos_sin: Tensor,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate and store keys, store values; returns the rotated query (T, HQ, DK)."""
+    """Rotate and store keys, store values; returns the rotated query (T, HQ, DK).
+
+    With norms, each head is normalised before.
+    """
+    if norms is not None:
+        query, _ = residual_rmsnorm(query, None, norms.query, norms.eps)
+        key, _ = residual_rmsnorm(key, None, norms.key, norms.eps)
     reshape_and_cache(rotary(key, positions, cos_sin), value, cache, slot_mapping)
     return rotary(query, positions, cos_sin)
 
@@ -139,7 +147,7 @@ def copy_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
 def residual_rmsnorm(
     hidden: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add residual (T, N) to hidden (T, N), and normalise the sum; returns (normalised, sum).
+    """Add residual (…, N) to hidden (…, N), and normalise the sum; returns (normalised, sum).
 
     The sum is rounded before it is squared, and the normalised one before it is weighted, as in the
     models that were trained that way.

@@ -1,7 +1,8 @@
 """Rotary embedding of queries and keys, and keys and values into the cache: one launch for all.
 
 The halves of a head are the pairs that are rotated ("RoFormer", Su et al., 2021, in the order that
-Llama uses). Keys are not written anywhere but into the cache.
+Llama uses). Where a model normalises its heads before, that is part of it. Keys are not written
+anywhere but into the cache.
 """
 
 from __future__ import annotations
@@ -12,11 +13,35 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import reference
+from kernels.head_norms import HeadNorms
 from kernels.paged_cache import INDICES, PagedCache, check, check_rows, padded
 from kernels.reshape_and_cache import check_new, to_stored
 from kernels.target import can_launch
 
 _HEADS = 8  # of one token that one program takes
+
+
+@triton.jit
+def _load_heads(
+    head_ptr: tl.tensor,  # (HEADS, 1): where each head begins
+    norm_ptr: tl.tensor,  # (2 HALF,) or None
+    eps: tl.tensor,
+    is_real: tl.tensor,  # (HEADS, HALF_PADDED)
+    dims: tl.tensor,  # (1, HALF_PADDED)
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The halves of heads, normalised if there is a norm; float32."""
+    kind = head_ptr.dtype.element_ty
+    first = tl.load(head_ptr + dims, mask=is_real, other=0.0).to(tl.float32)
+    second = tl.load(head_ptr + HALF + dims, mask=is_real, other=0.0).to(tl.float32)
+    if norm_ptr is not None:
+        squares = tl.sum(first * first + second * second, 1) / (2 * HALF)
+        scale = tl.rsqrt(squares + eps)[:, None]
+        weight = tl.load(norm_ptr + dims, mask=dims < HALF, other=0.0)
+        other_weight = tl.load(norm_ptr + HALF + dims, mask=dims < HALF, other=0.0)
+        first = (weight * (first * scale).to(kind)).to(tl.float32)  # rounded, as without fusion
+        second = (other_weight * (second * scale).to(kind)).to(tl.float32)
+    return first, second
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
@@ -32,6 +57,9 @@ def _rotary_and_cache(
     cos_sin_ptr: tl.tensor,  # (L, DK) float32: cosines, then sines
     key_scale_ptr: tl.tensor,  # (1,) or None
     value_scale_ptr: tl.tensor,  # (1,) or None
+    query_norm_ptr: tl.tensor,  # (DK,) or None
+    key_norm_ptr: tl.tensor,  # (DK,) or None
+    eps: tl.tensor,
     stride_out_token: tl.int64,
     stride_out_head: tl.int64,
     stride_query_token: tl.int64,
@@ -69,9 +97,8 @@ def _rotary_and_cache(
     if group < QUERY_GROUPS:
         heads = group * HEADS + tl.arange(0, HEADS)[:, None]
         is_real = (heads < HQ) & is_dim
-        source = query_ptr + token * stride_query_token + heads * stride_query_head + dims
-        first = tl.load(source, mask=is_real, other=0.0).to(tl.float32)
-        second = tl.load(source + HALF, mask=is_real, other=0.0).to(tl.float32)
+        source = query_ptr + token * stride_query_token + heads * stride_query_head
+        first, second = _load_heads(source, query_norm_ptr, eps, is_real, dims, HALF)
         target = out_ptr + token * stride_out_token + heads * stride_out_head + dims
         kind = out_ptr.dtype.element_ty
         tl.store(target, (first * cos - second * sin).to(kind), mask=is_real)
@@ -83,9 +110,8 @@ def _rotary_and_cache(
             place = (slot % BLOCK_SIZE).to(tl.int32)
             heads = (group - QUERY_GROUPS) * HEADS + tl.arange(0, HEADS)[:, None]
             is_real = (heads < HK) & is_dim
-            source = key_ptr + token * stride_key_token + heads * stride_key_head + dims
-            first = tl.load(source, mask=is_real, other=0.0).to(tl.float32)
-            second = tl.load(source + HALF, mask=is_real, other=0.0).to(tl.float32)
+            source = key_ptr + token * stride_key_token + heads * stride_key_head
+            first, second = _load_heads(source, key_norm_ptr, eps, is_real, dims, HALF)
             kind = key_ptr.dtype.element_ty  # rounded to it first, as without fusion
             rotated_first = (first * cos - second * sin).to(kind)
             rotated_second = (second * cos + first * sin).to(kind)
@@ -132,13 +158,15 @@ def rotary_and_cache(
     slot_mapping: Tensor,
     cos_sin: Tensor,
     *,
+    norms: HeadNorms | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Rotate query (T, HQ, DK) and key (T, HK, DK), store key and value (T, HK, DV).
 
     Returns the rotated query, in `out` if that is given, which may be the query itself. positions
-    (T,) are rows of cos_sin (L, DK) float32, which holds DK / 2 cosines, then as many sines.
-    slot_mapping as in `reshape_and_cache`. Raises ValueError for operands that do not fit.
+    (T,) are rows of cos_sin (L, DK) float32, which holds DK / 2 cosines, then as many sines. With
+    norms, heads are normalised before they are rotated. slot_mapping as in `reshape_and_cache`.
+    Raises ValueError for operands that do not fit.
     """
     check_new(key, value, cache, slot_mapping)
     num_tokens, num_heads, _ = query.shape
@@ -152,7 +180,9 @@ def rotary_and_cache(
     check_rows("out", out)
     if not cos_sin.is_contiguous():
         raise ValueError("cos_sin is not contiguous")
-    operands = (query, key, value, cache, positions, slot_mapping, cos_sin)
+    if norms is not None:
+        norms.check(cache.key_dim, query.dtype, device)
+    operands = (query, key, value, cache, positions, slot_mapping, cos_sin, norms)
     if not can_launch(query):
         return out.copy_(reference.rotary_and_cache(*operands))
     if not num_tokens:
@@ -170,6 +200,9 @@ def rotary_and_cache(
         cos_sin,
         cache.key_scale,
         cache.value_scale,
+        None if norms is None else norms.query,
+        None if norms is None else norms.key,
+        0.0 if norms is None else norms.eps,
         *out.stride()[:2],
         *query.stride()[:2],
         *key.stride()[:2],

@@ -80,11 +80,11 @@ class CpuAttention:
         self._metadata = metadata  # keeps what is pointed to alive
         tables = metadata.block_tables
         step = self._step
-        step.query_start_loc = metadata.query_start_loc.ctypes.data
-        step.seq_lens = metadata.seq_lens.ctypes.data
+        step.query_start_loc = torch.from_numpy(metadata.query_start_loc).data_ptr()
+        step.seq_lens = torch.from_numpy(metadata.seq_lens).data_ptr()
         step.slots = metadata.slot_mapping.data_ptr()
         step.block_tables = tables.data_ptr()
-        step.num_seqs, step.num_tokens = len(metadata.seq_lens), len(metadata.slot_mapping)
+        step.num_seqs, step.num_tokens = len(metadata.seq_lens), metadata.slot_mapping.shape[0]
         step.table_stride = tables.stride(0)
         step.block_size = self._block_size
         step.num_decodes = metadata.num_decodes

@@ -25,9 +25,11 @@ from gpu_worker.native.library import NoLibraryError
 from gpu_worker.transfer import to_device
 from kernels.decode_attention import attend_decodes
 from kernels.decode_plan import DecodePlan, plan_decodes, repeatable_plan
+from kernels.head_norms import HeadNorms
 from kernels.paged_cache import PagedCache, float8_of
 from kernels.prefill_attention import attend_ragged
 from kernels.reshape_and_cache import reshape_and_cache
+from kernels.rotary_and_cache import rotary_and_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,27 @@ class TritonAttention:
         assert self._step is not None, "begin_step comes first"
         reshape_and_cache(
             _by_token(key), _by_token(value), self._caches[layer], self._step.slot_mapping
+        )
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        positions: Tensor,
+        cos_sin: Tensor,
+        norms: HeadNorms | None,
+    ) -> None:
+        """Rotate query (T, HQ, DK) where it is, and key (T, HK, DK) on its way to the cache.
+
+        Value (T, HK, DV) is stored as it is. See `rotary_and_cache` for the rest.
+        """
+        assert self._step is not None, "begin_step comes first"
+        slots, cache = self._step.slot_mapping, self._caches[layer]
+        rotary_and_cache(
+            query, key, value, cache, positions, slots, cos_sin, norms=norms, out=query
         )
 
     def attend(self, layer: int, query: Tensor, how: LayerAttention) -> Tensor:

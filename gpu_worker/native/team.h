@@ -1,10 +1,12 @@
 // Threads that go through the same phases together, each phase cut into items.
 //
-// Each has a part of the items, which lie together, and helps the others when it is done with it.
-// So a thread that lost its core to another process holds up the others by what it took last: one
-// item, or a few small ones. At the end of a phase they wait for one another: for a moment by
-// looking again and again, then by giving the core away each time, since on a busy machine the
-// thread that is waited for may need it.
+// Each has a part of the items, which lie together, and helps the others when it is done with it. A
+// phase is over when its items are done, not when all have been there: a thread that lost its core
+// to another process holds up the others if it has items in hand, or has not told of them yet, and
+// else not. When it is back it finds the items of the phases that it missed taken, and passes on.
+//
+// Who waits looks again and again for a moment, then gives the core away each time, since on a busy
+// machine the thread that is waited for may need it.
 
 #pragma once
 
@@ -21,17 +23,15 @@ namespace {
 
 class Team {
   public:
-    explicit Team(int64_t num_threads) : parts{Parts(num_threads), Parts(num_threads)} {}
+    explicit Team(int64_t num_threads) : parts(num_threads) {}
 
   private:
     friend class Member;
     struct alignas(64) Part {
-        std::atomic<int64_t> num_taken{0};  // of its items
+        std::atomic<int64_t> taken{0};  // the latest phase << 32, and how many of its items
     };
-    using Parts = std::vector<Part>;
-    Parts parts[2];  // of the members in this phase, and in the next
-    alignas(64) std::atomic<int> num_arrived{0};
-    alignas(64) std::atomic<int> num_phases{0};  // that are over
+    std::vector<Part> parts;  // of the members
+    alignas(64) std::atomic<int64_t> num_done{0};  // items, of all phases
 };
 
 struct Range {
@@ -54,16 +54,19 @@ class Member {  // one thread's part in a team; made in a parallel region
     void each(int kind, int64_t num_items, Item item, bool are_small = false) {
         constexpr int64_t TURNS = 4;
         const int64_t at_once = are_small ? num_items / (TURNS * size) + 1 : 1;
-        team.parts[(phase + 1) % 2][me].num_taken.store(0, std::memory_order_relaxed);
+        int64_t num_done = 0;
         for (int i = 0, whose = me; i < size; i++, whose = (whose + 1) % size) {
             const auto [begin, end] = part(num_items, whose);
-            std::atomic<int64_t> &num_taken = team.parts[phase % 2][whose].num_taken;
-            while (begin + num_taken.load(std::memory_order_relaxed) < end) {
-                int64_t at = begin + num_taken.fetch_add(at_once, std::memory_order_relaxed);
-                for (const int64_t stop = std::min(end, at + at_once); at < stop; at++) item(at);
-            }
+            for (int64_t at; (at = begin + take(whose, end - begin, at_once)) < end;)
+                for (const int64_t stop = std::min(end, at + at_once); at < stop; at++) {
+                    item(at);
+                    num_done++;
+                }
         }
-        meet();
+        if (num_done) team.num_done.fetch_add(num_done, std::memory_order_release);
+        phase++;
+        num_before += num_items;
+        wait();
         if (!seconds) return;
         const double now = now_s();
         seconds[kind] += now - last;
@@ -80,15 +83,22 @@ class Member {  // one thread's part in a team; made in a parallel region
         return std::chrono::duration<double>(now).count();
     }
 
-    void meet() {
-        const int now = phase++;
-        if (team.num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
-            team.num_arrived.store(0, std::memory_order_relaxed);
-            team.num_phases.store(now + 1, std::memory_order_release);
-            return;
-        }
+    // Takes the next items of a member's part of this phase; how many were taken before them.
+    int64_t take(int whose, int64_t num_items, int64_t at_once) {
+        std::atomic<int64_t> &taken = team.parts[whose].taken;
+        const int64_t none = phase << 32, all = none + num_items;  // a later phase has more than all
+        int64_t now = taken.load(std::memory_order_relaxed), before;
+        do {
+            before = std::max(now, none);
+            if (before >= all) return num_items;
+        } while (!taken.compare_exchange_weak(now, before + at_once, std::memory_order_relaxed));
+        return before - none;
+    }
+
+    // Returns when all items so far are done.
+    void wait() const {
         constexpr int LOOKS = 2000;
-        for (int i = 0; team.num_phases.load(std::memory_order_acquire) <= now; i++) {
+        for (int i = 0; team.num_done.load(std::memory_order_acquire) < num_before; i++) {
             if (i > LOOKS) sched_yield();
 #ifdef __x86_64__
             else __builtin_ia32_pause();
@@ -98,7 +108,7 @@ class Member {  // one thread's part in a team; made in a parallel region
 
     Team &team;
     const int size, me;
-    int phase = 0;
+    int64_t phase = 0, num_before = 0;  // and the items of those before it
     double *const seconds;
     double last;
 };

@@ -41,6 +41,12 @@ def qwen2() -> Any:
     return transformers.Qwen2Config(**_SIZES, num_hidden_layers=2)
 
 
+def qwen2_windows() -> Any:
+    """A layer that sees everything, and one with a window."""
+    windows = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    return transformers.Qwen2Config(**_SIZES, **windows, num_hidden_layers=2)
+
+
 def qwen3_moe() -> Any:
     return transformers.Qwen3MoeConfig(
         **_SIZES,
@@ -127,6 +133,7 @@ ARCHITECTURES = {
         llama,
         mistral,
         qwen2,
+        qwen2_windows,
         qwen3,
         qwen3_moe,
         mixtral,
@@ -147,6 +154,18 @@ def save(config: Any, folder: Path, seed: int = 0) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
     return folder
+
+
+def make_stream_uneven(module: Any) -> None:
+    """Give a Llama a number that is large in every hidden state and counts for little.
+
+    Real models have a few. What a layer adds there is lost to rounding where a stream is bfloat16.
+    """
+    module.model.embed_tokens.weight[:, 7] = 3000.0
+    for layer in module.model.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight *= 400.0  # what the large one leaves of the others is of their size again
+            norm.weight[7] = 0.0
 
 
 def reference(folder: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +11,19 @@ from torch import Tensor
 
 from gpu_worker import sampler
 from gpu_worker.attention.torch import TorchAttention
-from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.request_states import Capacity
 from gpu_worker.sampler import SamplingMetadata, sample
 from tests.fakes import tiny_models
 
 BLOCK = 16
+
+
+@pytest.fixture(scope="session")
+def kernel_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are kept that were compiled once for all tests, as in a cache of models."""
+    return tmp_path_factory.mktemp("models") / "kernels"
 
 
 @pytest.fixture

@@ -31,15 +31,9 @@ SHAPE = KVShape(2, 16, 16)
 MANY = [Sequence(17 * i % 90, 1) for i in range(32)]  # so many that heads go together
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder of compiled kernels for all tests."""
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.fixture
-def new_step(compiled: Path) -> Any:
-    return partial(Step, make_backend=lambda size, dtype: CpuAttention(size, dtype, compiled))
+def new_step(kernel_folder: Path) -> Any:
+    return partial(Step, make_backend=lambda size, dtype: CpuAttention(size, dtype, kernel_folder))
 
 
 @pytest.mark.parametrize("how", VARIANTS.values(), ids=VARIANTS.keys())

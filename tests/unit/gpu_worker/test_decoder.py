@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from gpu_worker import decoder as decoder_module
 from gpu_worker import prepare
 from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.torch import TorchAttention
-from gpu_worker.decoder import NativeDecoder, fewest
-from gpu_worker.input_batch import Capacity
+from gpu_worker.decoder import FEW_TOKENS, NativeDecoder
 from gpu_worker.model_loader import load_model
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.native import library
 from gpu_worker.native.packing import interleaved
+from gpu_worker.request_states import Capacity
 from tests.fakes import tiny_models
+from tests.fakes.schedules import execute
 from tests.fakes.step_driver import StepDriver
 from wire.config import Settings, SettingsError, load
 
-KNOWN = ["llama", "mistral", "qwen2", "qwen3"]
+KNOWN = ["llama", "mistral", "qwen2", "qwen2_windows", "qwen3"]
 BLOCK = 16
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder of compiled kernels for all tests."""
-    return tmp_path_factory.mktemp("decoders")
-
-
 @pytest.fixture
-def settings_for(compiled: Path) -> Callable[..., Settings]:
+def settings_for(kernel_folder: Path) -> Callable[..., Settings]:
+    folder = kernel_folder.parent
+
     def settings(**changes: Any) -> Settings:
-        return load(device="cpu", model_cache_dir=compiled, **{"dtype": "float32", **changes})
+        return load(device="cpu", model_cache_dir=folder, **{"dtype": "float32", **changes})
 
     return settings
 
@@ -111,7 +111,9 @@ def test_chunks_mixed_batches_and_decodes_equal_full_forwards(
     tiny_folder: Callable[[str], Path],
     seen_logits: list[Tensor],
 ) -> None:
-    assert_equals_stock(tiny_folder(name), play(make_runner(name), seen_logits, STEPS))
+    runner = make_runner(name)
+    assert not len(runner.model.module.model.layers), "the stock weights are gone"
+    assert_equals_stock(tiny_folder(name), play(runner, seen_logits, STEPS))
 
 
 def test_what_a_step_writes_may_be_read_by_another_request_of_it(
@@ -232,7 +234,7 @@ def test_logits_are_the_same_bits_however_many_threads_make_them(
         runner = make_runner(dtype="bfloat16")
         decoder = runner.model.decoder
         assert isinstance(decoder, NativeDecoder)
-        decoder.use_threads(few=num_threads, most=num_threads)
+        decoder.use_threads(few=[num_threads], most=num_threads)
         return play_alone(runner, seen_logits, req=5, length=70)
 
     for (tokens, row), (same_tokens, other) in zip(logits_of(1), logits_of(3), strict=True):
@@ -240,20 +242,25 @@ def test_logits_are_the_same_bits_however_many_threads_make_them(
         assert torch.equal(row, other)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "enough"),
-    [
-        ({1: 1.0}, 1),
-        ({1: 1.0, 2: 0.95}, 1),  # the memory is what is waited for: the others' cores stay free
-        ({1: 1.0, 2: 0.85}, 2),
-        ({1: 4.0, 2: 2.0, 4: 1.05, 8: 1.0}, 4),
-        ({1: 0.5, 2: 0.7, 4: 0.9}, 1),  # they stand in one another's way
-    ],
-)
-def test_a_small_step_gets_as_few_threads_as_keep_the_memory_busy(
-    seconds: dict[int, float], enough: int
+def test_small_steps_of_decodes_have_a_choice_of_threads_for_each_size(
+    make_runner: Callable[..., ModelRunner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fewest(seconds) == enough
+    runner = make_runner()
+    decoder = runner.model.decoder
+    assert isinstance(decoder, NativeDecoder)
+    decoder.use_threads(few=[1, 2], most=2)
+    settled = [decoder.threads_for(n, n).is_settled for n in range(1, FEW_TOKENS + 2)]
+    assert settled == [False] * FEW_TOKENS + [True], "a step of more has no choice"
+    assert decoder.threads_for(3, 2).is_settled, "nor has one with a prompt"
+    driver = StepDriver(num_blocks=64, block_size=BLOCK)
+    driver.add(1, [1, 2, 3])
+    ticks = itertools.count()  # all forwards take as long: the fewest threads are as fast
+    monkeypatch.setattr(decoder_module, "time", SimpleNamespace(perf_counter=ticks.__next__))
+    for wanted in [{"start": {1: 3}}, *[{}] * 112]:  # one trial finds that, and one confirms it
+        driver.take(execute(runner, driver.step(**wanted)))
+    assert decoder.threads_for(1, 1).count == 1
+    assert decoder.threads_for(1, 1).is_settled, "what it took was noted"
+    assert not decoder.threads_for(2, 2).is_settled, "that of other sizes was not"
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
@@ -302,16 +309,26 @@ def play_tokens() -> dict[int, list[int]]:
 # ---------------------------------------------------------------- what is rewritten
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("fault", ["a layer's", "the head's"])
 @torch.inference_mode()
 def test_a_rewrite_that_says_something_else_is_not_taken(
+    fault: str,
+    dtype: str,
     tiny_folder: Callable[[str], Path],
     settings_for: Callable[..., Settings],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    settings = settings_for()
+    """Nor with numbers in the stream that are too large to add something small to in bfloat16."""
+    settings = settings_for(dtype=dtype)
     model = load_model(settings, tiny_folder("llama"))
+    tiny_models.make_stream_uneven(model.module)
     backend = CpuAttention(BLOCK, model.dtype, settings.model_cache_dir / "kernels")
-    monkeypatch.setattr(prepare, "interleaved", lambda gate, up: interleaved(up, gate))
+    if fault == "a layer's":
+        monkeypatch.setattr(prepare, "interleaved", lambda gate, up: interleaved(up, gate))
+    else:
+        run_head = NativeDecoder.run_head
+        monkeypatch.setattr(NativeDecoder, "run_head", lambda *given: 1.1 * run_head(*given))
     assert prepare.prepare(settings, model, backend).decoder is None
     assert len(model.module.model.layers) == 2
 

@@ -15,9 +15,9 @@ import torch
 
 from gpu_worker.attention.torch import TorchAttention
 from gpu_worker.grammars import GrammarCompiler
-from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.request_states import Capacity
 from tests.fakes import tiny_models
 from tests.fakes.plain_sampling import plain_answer
 from tests.fakes.schedules import execute, play, random_prompts

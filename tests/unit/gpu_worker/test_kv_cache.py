@@ -10,8 +10,8 @@ import torch
 
 from gpu_worker import kv_cache
 from gpu_worker.attention.base import KVShape
-from gpu_worker.input_batch import Capacity
 from gpu_worker.kv_cache import Room
+from gpu_worker.request_states import Capacity
 from wire.config import SettingsError, load
 
 GIB = 1024**3

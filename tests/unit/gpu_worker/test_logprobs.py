@@ -16,8 +16,8 @@ from gpu_worker.logprobs import LOWEST, MeasuredLogits
 from gpu_worker.model_runner import ModelRunner
 from gpu_worker.sampling_columns import SamplingColumns
 from tests.fakes import tiny_models
-from tests.fakes.schedules import play, random_prompts
-from tests.fakes.step_driver import GREEDY
+from tests.fakes.schedules import execute, play, random_prompts
+from tests.fakes.step_driver import GREEDY, StepDriver
 from wire.logprobs import LogprobRecord, read_records
 from wire.messages import ModelRunnerOutput, SamplingParams, token_ids
 
@@ -85,6 +85,21 @@ def check(record: LogprobRecord, row: torch.Tensor, token: int) -> None:
     torch.testing.assert_close(values, best, rtol=0, atol=TOLERANCE)
     for token_id, logprob in record.top:
         assert logprob == pytest.approx(float(row[token_id]), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("wish", [{"logprobs": 2}, {"prompt_logprobs": 2}])
+def test_whoever_comes_after_one_who_asked_gets_none(
+    wish: dict[str, int], make_runner: Callable[..., ModelRunner]
+) -> None:
+    runner = make_runner(max_num_seqs=1)  # so they have the same row
+    driver = StepDriver(runner.capacity.num_blocks, runner.capacity.block_size)
+    driver.add(1, [1, 2, 3], replace(GREEDY, **wish))
+    driver.add(2, [1, 2, 3])
+    results = []
+    for step in (driver.step({1: 3}), driver.step({2: 3}, finish=(1,)), driver.step()):
+        results.append(execute(runner, step))
+        driver.take(results[-1])
+    assert [one.req for result in results for one in result.logprobs] == [1]
 
 
 def test_what_no_number_can_say_is_a_floor() -> None:

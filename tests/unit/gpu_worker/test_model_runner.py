@@ -250,6 +250,9 @@ IMPOSSIBLE = {
     "twice in a step": SchedulerOutput(
         1, 3, cached_reqs=CachedRequestData([2, 2], [1, 1], [[], []]), num_decodes=1
     ),
+    "a decode twice in a step": SchedulerOutput(
+        1, 3, cached_reqs=CachedRequestData([1, 1], [1, 1], [[5], [5]]), num_decodes=1
+    ),
     "new, but here": SchedulerOutput(1, 3, num_decodes=1, new_reqs=[new_request(1)]),
     "new with too few blocks": SchedulerOutput(
         1, 3, num_decodes=1, new_reqs=[new_request(3, block_ids=[])]

@@ -72,6 +72,37 @@ def test_smaller_steps_give_the_same_answers(
     assert max(sizes) <= most
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_smaller_steps_of_a_mixture_give_the_same_answers(
+    most: int,
+    make_runner: MakeRunner,
+    tiny_folder: Callable[[str], Path],
+    starved: Callable[[Callable[[InputBatch], bool]], list[int]],
+) -> None:
+    """Decodes, requests that catch up and reach the end or do not, and new ones, in any order."""
+    runner = make_runner(num_blocks=20)
+    starved(lambda batch: len(batch.token_ids) > most)
+    driver = StepDriver(runner.capacity.num_blocks, runner.capacity.block_size)
+    for req, prompt in enumerate([*PROMPTS, [3, 4, 5]], start=1):
+        driver.add(req, prompt)
+    for wanted in (
+        {"start": {4: 1, 1: 5}},
+        {"chunks": {1: 3}, "start": {5: 2, 2: 3}},
+        {"chunks": {5: 1, 1: 4}, "start": {3: 7}},
+        {"chunks": {3: 2, 1: 8}},
+        {"chunks": {3: 15}},
+        {},
+    ):
+        with torch.inference_mode():
+            result = runner.execute(driver.step(**wanted))
+        assert result is not None
+        driver.take(result)
+    model = tiny_models.reference(tiny_folder("llama"))
+    for request in driver.requests.values():
+        assert request.output == tiny_models.greedy(model, request.prompt, len(request.output))
+        assert request.output
+
+
 def test_a_request_that_fits_into_no_step_fails_alone(
     make_runner: MakeRunner,
     tiny_folder: Callable[[str], Path],

@@ -13,9 +13,9 @@ from gpu_worker.attention.base import PagedBackend
 from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.torch import TorchAttention
 from gpu_worker.block_table import ProtocolError
-from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.request_states import Capacity
 from tests.fakes import tiny_models
 from tests.fakes.step_driver import StepDriver
 from wire.messages import BlockCopies, SchedulerOutput
@@ -25,11 +25,11 @@ NUM_BLOCKS, NUM_CPU_BLOCKS = 7, 8  # no more on the device than two of the reque
 
 @pytest.fixture(params=["torch", "cpu"])
 def runner(
-    request: pytest.FixtureRequest, tiny_model: Callable[[str], LoadedModel], tmp_path: Path
+    request: pytest.FixtureRequest, tiny_model: Callable[[str], LoadedModel], kernel_folder: Path
 ) -> ModelRunner:
     model = tiny_model("llama")
     backend: PagedBackend = (
-        CpuAttention(16, torch.float32, tmp_path)
+        CpuAttention(16, torch.float32, kernel_folder)
         if request.param == "cpu"
         else TorchAttention(16, torch.float32, model.device)
     )

@@ -25,6 +25,7 @@ from kernels.copy_blocks import copy_blocks  # noqa: E402
 from kernels.decode_attention import attend_decodes  # noqa: E402
 from kernels.decode_plan import plan_decodes  # noqa: E402
 from kernels.draw import Draw  # noqa: E402
+from kernels.head_norms import HeadNorms  # noqa: E402
 from kernels.heuristics import DecodeConfig, PrefillConfig  # noqa: E402
 from kernels.paged_cache import PagedCache  # noqa: E402
 from kernels.prefill_attention import attend_ragged  # noqa: E402
@@ -75,9 +76,10 @@ def edge_of_memory() -> None:
     heads = at_the_edge(torch.randn(3, 1, 80).to(torch.bfloat16))
     slots, positions = at_the_edge(torch.tensor([31, -1, 4])), at_the_edge(torch.tensor([1, 0, 1]))
     reshape_and_cache(heads, heads, cache, slots)
-    rotary_and_cache(
-        heads, heads, heads, cache, positions, slots, at_the_edge(torch.randn(2, 80)), out=heads
-    )
+    cos_sin, weight = at_the_edge(torch.randn(2, 80)), at_the_edge(heads[0, 0])
+    for norms in (None, HeadNorms(weight, weight, 1e-5)):
+        operands = (heads, heads, heads, cache, positions, slots, cos_sin)
+        rotary_and_cache(*operands, norms=norms, out=heads)
     copy_blocks(pools[0], pools[1], at_the_edge(torch.tensor([[1, 1]])))
 
     rows = at_the_edge(torch.randn(2, 72))

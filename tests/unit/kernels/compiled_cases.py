@@ -12,6 +12,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.decode_attention import attend_decodes
 from kernels.decode_plan import plan_decodes
 from kernels.draw import Draw, Penalties
+from kernels.head_norms import HeadNorms
 from kernels.paged_cache import FLOAT8, PagedCache
 from kernels.prefill_attention import attend_ragged
 from kernels.reshape_and_cache import reshape_and_cache
@@ -74,14 +75,18 @@ def prefill(
     return launch
 
 
-def new_tokens(arch: str, *, is_float8: bool, is_rotated: bool) -> None:
+def new_tokens(
+    arch: str, *, is_float8: bool = False, is_rotated: bool = False, is_normed: bool = False
+) -> None:
     """Three tokens into the cache."""
     cache = cache_of(float8(arch) if is_float8 else torch.bfloat16, 128)
     query = torch.zeros(3, 32, 128, dtype=torch.bfloat16)
     key = value = query[:, :NUM_KV_HEADS].contiguous()
     slots = torch.zeros(3, dtype=torch.int64)
+    norms = HeadNorms(query[0, 0].clone(), query[0, 0].clone(), 1e-6) if is_normed else None
     if is_rotated:
-        rotary_and_cache(query, key, value, cache, slots, slots, torch.zeros(16, 128))
+        cos_sin = torch.zeros(16, 128)
+        rotary_and_cache(query, key, value, cache, slots, slots, cos_sin, norms=norms)
     else:
         reshape_and_cache(key, value, cache, slots)
 
@@ -133,11 +138,12 @@ ATTENTION: dict[str, Case] = {
     "prefill d128 float32": prefill(128, dtype=torch.float32),
 }
 OTHERS: dict[str, Case] = {
-    "rotary_and_cache": lambda arch: new_tokens(arch, is_float8=False, is_rotated=True),
+    "rotary_and_cache": lambda arch: new_tokens(arch, is_rotated=True),
+    "rotary_and_cache norms": lambda arch: new_tokens(arch, is_rotated=True, is_normed=True),
     "residual_rmsnorm": normalise,
     "sample": lambda arch: draw(arch, has_penalties=False),
-    "reshape_and_cache": lambda arch: new_tokens(arch, is_float8=False, is_rotated=False),
-    "reshape_and_cache float8": lambda arch: new_tokens(arch, is_float8=True, is_rotated=False),
+    "reshape_and_cache": new_tokens,
+    "reshape_and_cache float8": lambda arch: new_tokens(arch, is_float8=True),
     "rotary_and_cache float8": lambda arch: new_tokens(arch, is_float8=True, is_rotated=True),
     "sample penalties": lambda arch: draw(arch, has_penalties=True),
     "silu_mul": activate,

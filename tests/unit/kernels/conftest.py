@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,9 +11,12 @@ import pytest
 import torch
 import triton
 
+import kernels
 from tests.fakes import triton_interpreter
 
-triton_interpreter.install()  # before the test modules import kernels
+triton_interpreter.install()
+for module in pkgutil.iter_modules(kernels.__path__, "kernels."):
+    importlib.import_module(module.name)  # now: whether it is interpreted is decided here
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from triton.runtime.jit import JITFunction
 
 from gpu_worker import rehearsal
 from gpu_worker.attention.triton import TritonAttention
-from gpu_worker.input_batch import Capacity
+from gpu_worker.fused_decoder import FusedDecoder
 from gpu_worker.model_loader import load_model
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.prepare import FAMILIES, rotary_table
+from gpu_worker.request_states import Capacity
 from kernels import heuristics
 from tests.fakes import recorder, tiny_models
 from tests.fakes.schedules import play, random_prompts
@@ -93,6 +96,9 @@ def unseen(name: str) -> list[str]:
         vocab_size=model.vocab_size,
     )
     backend = TritonAttention(16, model.dtype, model.device)
+    if type(model.module).__name__ in FAMILIES:  # as `prepare` does, whose check wants results
+        cos_sin = torch.cat(rotary_table(model), dim=1)
+        model = replace(model, decoder=FusedDecoder(model, cos_sin))
     with Variants() as variants:
         runner = ModelRunner(model, backend, capacity, capture=recorder.Recorder())
         runner.warm_up()

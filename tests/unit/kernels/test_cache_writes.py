@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.copy_blocks import copy_blocks
+from kernels.head_norms import HeadNorms
 from kernels.paged_cache import FLOAT8, PagedCache
 from kernels.reshape_and_cache import reshape_and_cache
 from kernels.rotary_and_cache import rotary_and_cache
@@ -104,6 +105,33 @@ def test_rotary_and_cache_is_the_reference(
     in_place = query.clone()
     rotary_and_cache(in_place, key, value, cache, *operands, out=in_place)
     assert torch.equal(in_place, rotated)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_heads", [9, 2])
+def test_heads_are_normalised_before_they_are_rotated(dtype: torch.dtype, num_heads: int) -> None:
+    """Within one rounding: squares are added up in another order."""
+    cache = make_cache(dtype, 2, 80, 64)
+    expected = copied(cache)
+    heads = torch.randn(len(SLOTS), num_heads + 4, 80).to(dtype) * 20
+    query, key, value = heads.split([num_heads, 2, 2], dim=1)
+    heads[0, 0] = 0.0
+    norms = HeadNorms(torch.randn(80).to(dtype), torch.randn(80).to(dtype), 1e-5)
+    angles = torch.randn(12, 40)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    operands = (query, key, value[..., :64])
+    places = (torch.tensor([3, 0, 11, 7, 1, 2, 5]), torch.tensor(SLOTS), cos_sin)
+    wanted = reference.rotary_and_cache(*operands, expected, *places, norms)
+    rotated = rotary_and_cache(*operands, cache, *places, norms=norms)
+    tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    near = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
+    torch.testing.assert_close(rotated, wanted, **near)
+    torch.testing.assert_close(cache.key, expected.key, **near)
+    if dtype != torch.float32:
+        assert (rotated == wanted).float().mean() > 0.98, "rounded where the reference is"
+    assert torch.equal(bits(cache.value), bits(expected.value))
+    plain = rotary_and_cache(*operands, copied(cache), *places)
+    assert (plain.float() - wanted.float()).abs().max() > 10, "without them it is something else"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

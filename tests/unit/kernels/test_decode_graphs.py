@@ -16,14 +16,17 @@ from torch import Tensor
 from gpu_worker import model_runner
 from gpu_worker.attention.triton import TritonAttention
 from gpu_worker.decode_graphs import DecodeGraphs, sizes_up_to
-from gpu_worker.input_batch import Capacity, RequestStates
+from gpu_worker.input_batch import InputBatch
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.model_runner import ModelRunner
+from gpu_worker.prepare import prepare
+from gpu_worker.request_states import Capacity, RequestStates
 from gpu_worker.work import Work
 from tests.fakes import tiny_models
 from tests.fakes.recorder import Recorder
 from tests.fakes.schedules import execute, play, random_prompts
 from tests.fakes.step_driver import StepDriver
+from wire.config import load
 from wire.messages import SamplingParams
 
 BLOCK, NUM_BLOCKS = 16, 80
@@ -42,6 +45,8 @@ def make_graph_runner(tiny_model: Callable[[str], LoadedModel]) -> MakeRunner:
     ) -> ModelRunner:
         model = tiny_model(name)
         backend = TritonAttention(BLOCK, torch.float32, model.device)
+        with torch.inference_mode():
+            model = prepare(load(block_size=BLOCK), model, backend)
         capacity = Capacity(
             num_blocks=NUM_BLOCKS,
             block_size=BLOCK,
@@ -219,6 +224,31 @@ def test_what_a_larger_batch_left_in_the_buffers_changes_nothing(
             graphs._flat[size].fill_(2**30)
         graphs._tables.fill_(-1)
     assert short(runner) == fresh
+
+
+def test_a_step_that_is_split_may_run_one_graph_twice(
+    make_graph_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ModelRunner._forward
+
+    def outputs(most: int) -> list[list[int]]:
+        runner = make_graph_runner(recorder=Recorder())
+        driver = StepDriver(NUM_BLOCKS, BLOCK)
+        for req in range(1, 7):
+            driver.add(req, [(7 * req + i) % tiny_models.VOCAB for i in range(2 * req)])
+        driver.take(execute(runner, driver.step({1: 2, 2: 4, 3: 6, 4: 8})))
+
+        def limited(self: ModelRunner, batch: InputBatch) -> Tensor:
+            if len(batch.token_ids) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return forward(self, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "_forward", limited)
+            driver.take(execute(runner, driver.step({5: 10, 6: 12})))
+        return [request.output for request in driver.requests.values()]
+
+    assert outputs(most=13) == outputs(most=100)  # in parts of which two are two decodes each
 
 
 def test_a_row_that_is_no_number_fails_alone(make_graph_runner: MakeRunner) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gpu_worker import fused
-from gpu_worker.fused import FusedMLP, FusedNorm, fuse
+from gpu_worker.fused import FusedMLP, FusedNorm, Merged, fuse
 from gpu_worker.model_loader import _Probe, load_model
 from wire.config import load
 
@@ -46,6 +46,12 @@ def test_a_fused_model_says_what_the_stock_one_says(
     assert (kinds.count(FusedNorm), kinds.count(FusedMLP)) == COUNTS[name]
     tolerance = 1e-4 if dtype == "float32" else 0.1 * float(expected.abs().max())
     torch.testing.assert_close(logits_of(model), expected, atol=tolerance, rtol=0)
+
+
+def test_parts_of_which_only_one_has_a_bias_are_merged() -> None:
+    parts = [torch.nn.Linear(8, 3), torch.nn.Linear(8, 4, bias=False)]
+    rows = torch.randn(5, 8)
+    torch.testing.assert_close(Merged(parts)(rows), torch.cat([p(rows) for p in parts], dim=1))
 
 
 def test_what_says_something_else_stays(

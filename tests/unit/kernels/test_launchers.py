@@ -19,6 +19,7 @@ from kernels.copy_blocks import copy_blocks
 from kernels.decode_attention import attend_decodes
 from kernels.decode_plan import plan_decodes
 from kernels.draw import Draw
+from kernels.head_norms import HeadNorms
 from kernels.paged_cache import PagedCache
 from kernels.prefill_attention import attend_ragged
 from kernels.reshape_and_cache import reshape_and_cache
@@ -112,6 +113,13 @@ DRAW = Draw(ONES, ONES.int(), ONES, ONES, torch.zeros(2, 2, dtype=torch.int32))
         (
             lambda: rotary_and_cache(HEADS, HEADS, HEADS, CACHE, SLOTS, SLOTS, POOL[0, 0, :, 1:]),
             "cos_sin has the shape",
+        ),
+        (
+            lambda: rotary_and_cache(
+                *(HEADS, HEADS, HEADS, CACHE, SLOTS, SLOTS, POOL[0, 0]),
+                norms=HeadNorms(HEADS[0, 0], ONES, 1e-5),
+            ),
+            "key norm has the shape",
         ),
         (lambda: residual_rmsnorm(HEADS[:, 0], None, ONES, 1e-5), "weight has the shape"),
         (lambda: silu_mul(torch.zeros(2, 33)[:, :31]), "should start at multiples|not as many"),

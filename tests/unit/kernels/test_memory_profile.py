@@ -14,9 +14,9 @@ from gpu_worker import executor as executor_module
 from gpu_worker import kv_cache, rehearsal
 from gpu_worker.attention.triton import TritonAttention
 from gpu_worker.executor import Executor
-from gpu_worker.input_batch import Capacity
 from gpu_worker.kv_cache import Room
 from gpu_worker.model_runner import Launched, ModelRunner
+from gpu_worker.request_states import Capacity
 from tests.fakes.recorder import Recorder
 from wire.config import Settings, SettingsError, load
 from wire.messages import NewRequestData
@@ -147,7 +147,6 @@ def gpu_like(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMeter]:
     monkeypatch.setattr(Executor, "_fit", fit)
     monkeypatch.setattr(Executor, "_make_runner", make_runner)
     monkeypatch.setattr(executor_module, "select_backend", select)
-    monkeypatch.setattr(executor_module, "prepare", lambda _settings, model, _backend: model)
     yield meter
 
 

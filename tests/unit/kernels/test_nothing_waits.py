@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gpu_worker.attention.base import KVShape, LayerAttention
-from gpu_worker.input_batch import Capacity
 from gpu_worker.model_loader import LoadedModel
 from gpu_worker.model_runner import Launched, ModelRunner
+from gpu_worker.request_states import Capacity
 from tests.fakes.recorder import Recorder
 from tests.fakes.step_driver import GREEDY, StepDriver
 from wire.messages import SamplingParams, SchedulerOutput
