@@ -8,7 +8,7 @@
 namespace {
 
 template <class T>
-void attend(const Attention<T> &attention) {
+void attend(const Attention<T, T> &attention) {
     const int num_threads = omp_get_max_threads();
     const Items items(attention.step, num_threads);
     Team team(num_threads);

@@ -12,6 +12,8 @@
 // group (GQA) packed together, so that each key and value that is loaded serves R rows. Where a tile
 // is all there is of a sequence, several kv heads go together, as their blocks lie. A row sees
 // the keys [first, last). Softmax is online, in powers of two.
+//
+// T is what the cache is kept in, A what queries come in and what is attended to leaves in.
 
 #pragma once
 
@@ -24,7 +26,7 @@ namespace {
 
 constexpr int GROUP = 16;          // tokens of a group
 constexpr int LANES = GROUP / VL;  // registers that hold one number for each token of a group
-constexpr int R = 12;              // rows of a full tile
+constexpr int R = VL == 16 ? 12 : 6;  // rows of a full tile
 constexpr int HEADS = 8;           // key/value heads that are gone through together, at most
 constexpr float HEADROOM = 8.f;    // above the largest score so far, in powers of two
 
@@ -37,10 +39,10 @@ struct Layer {
     float softcap;  // 0: none
 };
 
-template <class T>
+template <class A>
 struct Row {
-    const T *query;  // DK numbers
-    T *out;          // DV numbers
+    const A *query;  // DK numbers
+    A *out;          // DV numbers
     int64_t first, last;
     float sink;  // NONE: the head has none
 };
@@ -70,21 +72,22 @@ struct Reading {
 inline void ask_for(const void *line) { __builtin_prefetch(line, 0, 2); }
 
 // N rows of one head, while its keys and values pass by a group at a time.
-template <class T, int N>
+template <class T, class A, int N>
 class Pass {
     static constexpr int W = DV / VL, P = PACK<T>;
-    static constexpr int SLICES = N <= 4 && W % 4 == 0 ? 4 : N <= 8 && W % 2 == 0 ? 2 : 1;
+    static constexpr int FEW = VL == 16 ? 4 : 3;  // rows of which four sums each stay in registers
+    static constexpr int SLICES = N <= FEW && W % 4 == 0 ? 4 : N <= 2 * FEW && W % 2 == 0 ? 2 : 1;
     static_assert(DK % (2 * P) == 0, "packs of a key are added up by turns");
 
   public:
-    void start(const Row<T> *of_head, const Layer &of_layer) {
+    void start(const Row<A> *of_head, const Layer &of_layer) {
         rows = of_head, layer = &of_layer;
         begin = full_begin = rows[0].first, end = full_end = rows[0].last;
         for (int r = 0; r < N; r++) {
             top[r] = rows[r].sink == NONE ? NONE : rows[r].sink * LOG2E;
             total[r] = vec{};
             if (rows[r].sink != NONE) total[r][0] = 1.f;
-            for (int d = 0; d < DK; d++) q[d / P][r][d % P] = rows[r].query[d];
+            for (int d = 0; d < DK; d++) q[d / P][r][d % P] = as<Factor<T>>(rows[r].query[d]);
             for (int w = 0; w < W; w++) acc[r][w] = vec{};
             begin = std::min(begin, rows[r].first);
             end = std::max(end, rows[r].last);
@@ -99,7 +102,7 @@ class Pass {
         vec s[N][LANES];
         score(here.keys, later.keys, s);
         if (t0 < full_begin || t0 + GROUP > full_end) hide(t0, s);
-        alignas(64) T p[N][GROUP];
+        alignas(64) Factor<T> p[N][GROUP];
         for (int r = 0; r < N; r++) weigh(r, s[r], p[r]);
         add(t0, here.values, later.values, p);
     }
@@ -113,25 +116,26 @@ class Pass {
 
   private:
     void score(const T *k, const T *later, vec (&s)[N][LANES]) const {
-        vec odd[N][LANES];  // two sums for each: adding up has a latency
-        for (int r = 0; r < N; r++)
-            for (int l = 0; l < LANES; l++) s[r][l] = odd[r][l] = vec{};
-        for (int d = 0; d < DK; d += 2 * P)
-            for (int l = 0; l < LANES; l++) {
-                const int at = d * GROUP + l * VL * P, next = at + P * GROUP;
-                ask_for(later + at);
-                ask_for(later + next);
-                const auto k0 = load_packs(k + at), k1 = load_packs(k + next);
-                for (int r = 0; r < N; r++) s[r][l] = dot(s[r][l], q[d / P][r], k0);
-                for (int r = 0; r < N; r++) odd[r][l] = dot(odd[r][l], q[d / P + 1][r], k1);
-            }
         // With a soft cap the scores are capped before they become exponents of two.
         const float cap = layer->softcap, factor = layer->scale * (cap > 0 ? 1.f / cap : LOG2E);
-        for (int r = 0; r < N; r++)
-            for (int l = 0; l < LANES; l++) {
-                s[r][l] = (s[r][l] + odd[r][l]) * factor;
+        UNROLLED for (int l = 0; l < LANES; l++) {
+            vec even[N], odd[N];  // two sums for each: adding up has a latency
+            for (int r = 0; r < N; r++) even[r] = odd[r] = vec{};
+            for (int d = 0; d < DK; d += 2 * P) {
+                const int at = d * GROUP + l * VL * P, next = at + P * GROUP;
+                if (l == 0) {  // a line has all lanes
+                    ask_for(later + at);
+                    ask_for(later + next);
+                }
+                const auto k0 = opened(load_packs(k + at)), k1 = opened(load_packs(k + next));
+                for (int r = 0; r < N; r++) even[r] = dot(even[r], q[d / P][r], k0);
+                for (int r = 0; r < N; r++) odd[r] = dot(odd[r], q[d / P + 1][r], k1);
+            }
+            for (int r = 0; r < N; r++) {
+                s[r][l] = (even[r] + odd[r]) * factor;
                 if (cap > 0) s[r][l] = tanhv(s[r][l]) * (cap * LOG2E);
             }
+        }
     }
 
     void hide(int64_t t0, vec (&s)[N][LANES]) const {  // from each row what it does not see
@@ -146,7 +150,7 @@ class Pass {
             }
     }
 
-    void weigh(int r, const vec (&s)[LANES], T *p) {
+    void weigh(int r, const vec (&s)[LANES], Factor<T> *p) {
         ivec is_above{};
         for (int l = 0; l < LANES; l++) is_above |= s[l] > all(top[r]);
         if (any(is_above)) raise(r, s);
@@ -166,7 +170,7 @@ class Pass {
         top[r] = raised;
     }
 
-    void add(int64_t t0, const T *v, const T *later, const T (&p)[N][GROUP]) {
+    void add(int64_t t0, const T *v, const T *later, const Factor<T> (&p)[N][GROUP]) {
         // Beyond the end the cache may hold anything, NaN among it: it is not read.
         const int from = int(std::max<int64_t>(begin - t0, 0));
         const int to = int(std::min<int64_t>(end - t0, GROUP));
@@ -177,24 +181,25 @@ class Pass {
             for (int t = from - from % P; t < to; t += P)
                 for (int i = 0; i < SLICES; i++) {
                     const int at = t * DV + (w + i) * VL * P;
-                    ask_for(later + at);
+                    if ((w + i) % LANES == 0) ask_for(later + at);
                     auto packs = load_packs(v + at);
                     if constexpr (P == 2) {
                         if (t < from) packs &= 0xffff0000u;
                         if (t + 1 >= to) packs &= 0x0000ffffu;
                     }
-                    for (int r = 0; r < N; r++) a[r][i] = dot(a[r][i], p[r] + t, packs);
+                    const auto numbers = opened(packs);
+                    for (int r = 0; r < N; r++) a[r][i] = dot(a[r][i], p[r] + t, numbers);
                 }
             for (int r = 0; r < N; r++)
                 for (int i = 0; i < SLICES; i++) acc[r][w + i] = a[r][i];
         }
     }
 
-    const Row<T> *rows;
+    const Row<A> *rows;
     const Layer *layer;
     int64_t begin, end;            // keys that some row sees
     int64_t full_begin, full_end;  // and that all of them see
-    alignas(64) T q[DK / P][N][P];
+    alignas(64) Factor<T> q[DK / P][N][P];
     vec acc[N][W];  // sums of values
     vec total[N];   // and of their weights, over all lanes
     float top[N];
@@ -202,10 +207,10 @@ class Pass {
 
 // N rows of each head. The heads' keys lie side by side and are gone through together, since memory
 // is fastest in order. `upcoming` is likely to be read after this.
-template <class T, int N, int MOST>
-void attend_rows(const Row<T> (*rows)[R], const Reading<T> &reading, const Reading<T> &upcoming,
+template <class T, int N, int MOST, class A>
+void attend_rows(const Row<A> (*rows)[R], const Reading<T> &reading, const Reading<T> &upcoming,
                  const Layer &layer) {
-    Pass<T, N> passes[MOST];
+    Pass<T, A, N> passes[MOST];
     const int num_heads = MOST == 1 ? 1 : int(reading.num_heads);
     for (int h = 0; h < num_heads; h++) passes[h].start(rows[h], layer);
     const auto later_than = [&](int64_t g, int h) {
@@ -221,8 +226,8 @@ void attend_rows(const Row<T> (*rows)[R], const Reading<T> &reading, const Readi
     for (int h = 0; h < num_heads; h++) passes[h].finish();
 }
 
-template <class T>
-void attend_tile(const Row<T> (*rows)[R], int num_rows, const Reading<T> &reading,
+template <class T, class A>
+void attend_tile(const Row<A> (*rows)[R], int num_rows, const Reading<T> &reading,
                  const Reading<T> &upcoming, const Layer &layer) {
     with_constant<R>(num_rows, [&](auto n) {
         if (reading.num_heads == 1) attend_rows<T, n(), 1>(rows, reading, upcoming, layer);
@@ -291,17 +296,17 @@ class Items {
     std::vector<int64_t> first;  // item of each sequence, and the end
 };
 
-template <class T>
+template <class T, class A>
 struct Attention {  // one layer's
     const Step &step;
-    const T *query;
+    const A *query;
     int64_t token_stride, head_stride;
     const T *keys, *values;
     float scale;
     int64_t window;
     float softcap;
     const float *sinks;
-    T *out;
+    A *out;
     int64_t out_stride;  // from token to token
 
     void attend(const Items &items, int64_t i) const {
@@ -310,19 +315,19 @@ struct Attention {  // one layer's
         const int64_t per_kv = step.num_heads / step.num_kv_heads;
         const int64_t start = step.start(item.seq), row = item.tile * R;
         const int num_rows = int(std::min<int64_t>(R, step.num_rows(item.seq) - row));
-        Row<T> rows[HEADS][R];
+        Row<A> rows[HEADS][R];
         for (int64_t h = 0; h < item.num_heads; h++)
             for (int r = 0; r < num_rows; r++) {
                 const int64_t token = (row + r) / per_kv;
                 const int64_t head = (item.head + h) * per_kv + (row + r) % per_kv;
-                Row<T> &made = rows[h][r];
+                Row<A> &made = rows[h][r];
                 made.query = query + (start + token) * token_stride + head * head_stride;
                 made.out = out + (start + token) * out_stride + head * DV;
                 made.last = end_of(item.seq, token);
                 made.first = first_of(made.last);
                 made.sink = sinks ? sinks[head] : NONE;
             }
-        attend_tile(rows, num_rows, reading(item), reading(items.after(i)), layer);
+        attend_tile<T>(rows, num_rows, reading(item), reading(items.after(i)), layer);
     }
 
     Reading<T> reading(const Items::Item &item) const {
@@ -347,10 +352,10 @@ struct Attention {  // one layer's
 
 // Where the items [begin, end) of a layer read, piece by piece: those that are apart, and no more
 // than may stay near until it is read.
-template <class T>
+template <class T, class A>
 class CachePieces {
   public:
-    CachePieces(const Attention<T> &attention, const Items &items, int64_t begin, int64_t end)
+    CachePieces(const Attention<T, A> &attention, const Items &items, int64_t begin, int64_t end)
         : attention(attention), items(&items), item(begin - 1), end(end) {}
 
     const char *next() {  // none: that was all
@@ -385,7 +390,7 @@ class CachePieces {
         return true;
     }
 
-    Attention<T> attention;
+    Attention<T, A> attention;
     const Items *items;
     int64_t item, end, group = 0, head = 0;
     int64_t num_left = NEAR / PIECE;
@@ -394,9 +399,9 @@ class CachePieces {
 };
 
 // Keys and values of a token and the kv heads [head, end); those of h are at `key + h * k_head`.
-template <class T>
-void write_token(const Step &step, int64_t t, int64_t head, int64_t end, const T *key,
-                 int64_t k_head, const T *value, int64_t v_head, T *keys, T *values) {
+template <class T, class A>
+void write_token(const Step &step, int64_t t, int64_t head, int64_t end, const A *key,
+                 int64_t k_head, const A *value, int64_t v_head, T *keys, T *values) {
     constexpr int P = PACK<T>;
     if (step.slots[t] < 0) return;
     const int64_t groups_per_block = step.block_size / GROUP;
@@ -405,8 +410,8 @@ void write_token(const Step &step, int64_t t, int64_t head, int64_t end, const T
         const int64_t at = block * step.num_kv_heads + h;
         T *k = keys + (at * groups_per_block + place / GROUP) * DK * GROUP + place % GROUP * P;
         T *v = values + (at * step.block_size + place / P * P) * DV + place % P;
-        for (int d = 0; d < DK; d++) k[d / P * P * GROUP + d % P] = key[h * k_head + d];
-        for (int d = 0; d < DV; d++) v[d * P] = value[h * v_head + d];
+        for (int d = 0; d < DK; d++) k[d / P * P * GROUP + d % P] = as<T>(key[h * k_head + d]);
+        for (int d = 0; d < DV; d++) v[d * P] = as<T>(value[h * v_head + d]);
     }
 }
 

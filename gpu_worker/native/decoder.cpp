@@ -55,12 +55,14 @@ inline int64_t padded(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 template <class T, class W>
 class Forward {
     using Act = typename Beside<W>::Act;
+    using Number = Factor<T>;  // of what is between products
+    using Attention = ::Attention<T, Number>;
     static constexpr bool IS_SCALED = std::is_same_v<W, int8_t>;
 
     struct Rows {  // of a matrix with a stride
-        T *data;
+        Number *data;
         int64_t stride;
-        T *operator[](int64_t row) const { return data + row * stride; }
+        Number *operator[](int64_t row) const { return data + row * stride; }
     };
 
   public:
@@ -83,7 +85,7 @@ class Forward {
         attended.stride = padded(d.num_heads * DV, 64);
         activated.stride = padded(d.intermediate, 64);
         for (Rows *r : {&qkv, &attended, &activated})
-            r->data = (T *)take(rows * r->stride * sizeof(T));
+            r->data = (Number *)take(rows * r->stride * sizeof(Number));
         size = at - work.arena;
     }
 
@@ -111,7 +113,7 @@ class Forward {
     struct Thread {
         Member part;
         Lookahead ahead;
-        std::optional<CachePieces<T>> upcoming;  // of the next layer that attends
+        std::optional<CachePieces<T, Number>> upcoming;  // of the next layer that attends
     };
 
     void run_layer(Thread &my, int64_t l, const Items &items) {
@@ -123,14 +125,14 @@ class Forward {
                      SMALL);
         multiply(my, acts, act_stride, num_tokens, layer.qkv, &layer.out,
                  [&](int64_t t, int64_t panel, const float *y) {
-                     T *to = qkv[t] + panel * COLS;
+                     Number *to = qkv[t] + panel * COLS;
                      for (int i = 0; i < COLS; i += VL) store(to + i, load(y + i));
                  });
         if (!common.empty())
             my.part.each(ROTARY, common.size(),
                          [&](int64_t i) { rotate_and_write(common[i], 0, d.num_kv_heads, layer); },
                          SMALL);
-        const Attention<T> attention = attention_of(l);
+        const Attention attention = attention_of(l);
         my.part.each(ATTENTION, items.size(), [&](int64_t i) {
             const Items::Item item = items[i];
             if (items.is_apart(item.seq))
@@ -154,7 +156,7 @@ class Forward {
         add_product(my, activated, d.intermediate, layer.down, after);
     }
 
-    Attention<T> attention_of(int64_t l) const {
+    Attention attention_of(int64_t l) const {
         const LayerWeights &layer = d.layers[l];
         return {step, qkv.data, qkv.stride, DK, (const T *)layer.keys, (const T *)layer.values,
                 d.scale, layer.window, 0.f, nullptr, attended.data, attended.stride};
@@ -202,14 +204,14 @@ class Forward {
     // Of a token, what belongs to the kv heads [begin, end).
     void rotate_and_write(int64_t t, int64_t begin, int64_t end, const LayerWeights &layer) const {
         const int64_t per_kv = d.num_heads / d.num_kv_heads;
-        T *queries = qkv[t], *key = queries + d.num_heads * DK, *value = key + d.num_kv_heads * DK;
+        Number *queries = qkv[t], *key = queries + d.num_heads * DK, *value = key + d.num_kv_heads * DK;
         for (int64_t h = begin * per_kv; h < end * per_kv; h++)
             rotate(queries + h * DK, work.positions[t], layer.q_norm);
         for (int64_t h = begin; h < end; h++) rotate(key + h * DK, work.positions[t], layer.k_norm);
         write_token(step, t, begin, end, key, DK, value, DV, (T *)layer.keys, (T *)layer.values);
     }
 
-    void rotate(T *head, int64_t position, const float *norm) const {
+    void rotate(Number *head, int64_t position, const float *norm) const {
         constexpr int HALF = DK / 2;
         alignas(64) float numbers[DK], turned[DK];
         vec squares{};

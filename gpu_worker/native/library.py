@@ -68,7 +68,7 @@ def _vectors() -> tuple[int, list[str]]:
     if "avx512f" in features:
         return 16, ["-march=native", "-mprefer-vector-width=512"]
     if {"avx2", "fma"} <= features:
-        return 8, ["-march=x86-64-v3"]
+        return 8, ["-march=x86-64-v3", *(["-mavxvnni"] if "avx_vnni" in features else [])]
     return 4, []
 
 

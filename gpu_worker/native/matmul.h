@@ -28,14 +28,18 @@ namespace {
 
 constexpr int COLS = 32;        // outputs of a panel
 constexpr int NV = COLS / VL;   // vectors that hold one number for each of them
+constexpr int SLICE = NV < 2 ? NV : 2;  // of those, what a pass adds up
+constexpr int SUMS_OF_ONE = 8;  // vectors in which a row alone is added up
 constexpr int BLOCK_ROWS = 32;  // rows that go through a panel together
 constexpr int ZERO = 128;       // what an activation of zero is as uint8
 constexpr int SHARE = 64;       // inputs of a row that are quantized together
 constexpr int TILES_AHEAD = 16384;  // bytes of weights that are asked for before tiles need them
 
-template <class W>  // rows of a pass, whose sums fit into registers
-constexpr int MOST_ROWS = std::is_same_v<W, int8_t> ? (VL == 16 ? 8 : 1)
-                                                    : VL == 16 ? 12 : VL == 8 ? 3 : 1;
+// Rows of a pass, whose sums fit into registers beside what they are made of.
+template <class W>
+constexpr int MOST_ROWS = VL == 16 ? 12 : PACK<W> == 2 ? 5 : 6;
+template <>
+constexpr int MOST_ROWS<int8_t> = VL == 16 ? 8 : MULTIPLIES_FOURS ? 6 : 4;
 
 struct Linear {  // as decoder.py fills it
     const void *weights;  // panels
@@ -48,36 +52,38 @@ struct Linear {  // as decoder.py fills it
 // What rows of activations look like beside weights of a type, and what they add up to.
 template <class W> struct Beside;
 template <> struct Beside<float> { using Act = float; using Sum = float; };
-template <> struct Beside<uint16_t> { using Act = uint16_t; using Sum = float; };
-template <> struct Beside<int8_t> { using Act = uint8_t; using Sum = int32_t; };
+template <> struct Beside<uint16_t> { using Act = Factor<uint16_t>; using Sum = float; };
+template <> struct Beside<int8_t> { using Act = Byte; using Sum = int32_t; };
 
-// M rows through one panel; U sums that are added up at the end hide the latency of adding.
-template <class W, int M, int U, class Asks>
+// M rows through V vectors of a panel, of which the first are at `w`; U sums that are added up at the
+// end hide the latency of adding.
+template <class W, int M, int V, int U, class Asks>
 void vector_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int64_t k, Asks asks,
                  typename Beside<W>::Sum *out) {
     using Sum = typename Beside<W>::Sum;
     using Vec = std::conditional_t<std::is_same_v<Sum, float>, vec, ivec>;
     constexpr int STEP = PACK<W>;
     static_assert(STEP * COLS * sizeof(W) == 2 * LINE, "a step goes through two lines");
-    Vec sum[U][M][NV];
+    Vec sum[U][M][V];
     UNROLLED for (int u = 0; u < U; u++)
         UNROLLED for (int m = 0; m < M; m++)
-            UNROLLED for (int v = 0; v < NV; v++) sum[u][m][v] = Vec{};
+            UNROLLED for (int v = 0; v < V; v++) sum[u][m][v] = Vec{};
     for (int64_t i = 0, run = 0; i < k; run++) {
         const char *line = asks.of_run(run, w + i * COLS);
         ROLLED for (int s = 0; s < STEPS; s += U)
             UNROLLED for (int u = 0; u < U; u++, i += STEP) {
                 const W *at = w + i * COLS;
                 asks.ask(line);
-                decltype(load_packs(at)) packs[NV];
-                UNROLLED for (int v = 0; v < NV; v++) packs[v] = load_packs(at + v * VL * STEP);
+                decltype(opened(load_packs(at))) packs[V];
+                UNROLLED for (int v = 0; v < V; v++)
+                    packs[v] = opened(load_packs(at + v * VL * STEP));
                 UNROLLED for (int m = 0; m < M; m++)
-                    UNROLLED for (int v = 0; v < NV; v++)
+                    UNROLLED for (int v = 0; v < V; v++)
                         sum[u][m][v] = dot(sum[u][m][v], a + m * stride + i, packs[v]);
             }
     }
     UNROLLED for (int m = 0; m < M; m++)
-        UNROLLED for (int v = 0; v < NV; v++) {
+        UNROLLED for (int v = 0; v < V; v++) {
             UNROLLED for (int u = 1; u < U; u++) sum[0][m][v] += sum[u][m][v];
             memcpy(out + m * COLS + v * VL, &sum[0][m][v], sizeof(Vec));
         }
@@ -98,11 +104,13 @@ template <class W>
 void vector_block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
                   Lookahead &ahead, typename Beside<W>::Sum *out, bool is_invariant) {
     if (rows == 1 && !is_invariant)
-        return vector_rows<W, 1, 4>(a, stride, w, k, AtHand{}, out);
+        return vector_rows<W, 1, NV, SUMS_OF_ONE / NV>(a, stride, w, k, AtHand{}, out);
     in_passes<MOST_ROWS<W>>(rows, [&](int first, auto n) {
-        ahead.pass([&](auto asks) {
-            vector_rows<W, n(), 1>(a + first * stride, stride, w, k, asks, out + first * COLS);
-        });
+        for (int v = 0; v < NV; v += SLICE)
+            ahead.pass([&](auto asks) {
+                vector_rows<W, n(), SLICE, 1>(a + first * stride, stride, w + v * VL * PACK<W>, k,
+                                              asks, out + first * COLS + v * VL);
+            });
     });
 }
 
@@ -209,7 +217,7 @@ struct Machine {
     template <class W>
     int64_t num_passes(int64_t rows) const {
         const auto of_block = [&](int64_t n) {
-            return uses_tiles<W>(n) ? 0 : (n + MOST_ROWS<W> - 1) / MOST_ROWS<W>;
+            return uses_tiles<W>(n) ? 0 : (n + MOST_ROWS<W> - 1) / MOST_ROWS<W> * (NV / SLICE);
         };
         return rows / BLOCK_ROWS * of_block(BLOCK_ROWS) + of_block(rows % BLOCK_ROWS);
     }
@@ -229,7 +237,7 @@ struct Machine {
 
 // Int8 activations as a panel takes them: shares of a row add up as integers, and a row as numbers.
 struct Quantized {
-    const uint8_t *acts;
+    const Byte *acts;
     int64_t stride;
     const float *scales;  // [rows][num_shares]
     int64_t num_shares;
@@ -246,39 +254,44 @@ inline ivec zeros_of(const Linear &linear, int64_t share, int64_t output) {
     return sums * ZERO;
 }
 
+// M rows through SLICE vectors of a panel, of which the first is `slice`.
 template <int M, class Asks>
-void share_rows(const Linear &linear, int64_t panel, Quantized rows, const int8_t *w, Asks asks,
-                float *out) {
+void share_rows(const Linear &linear, int64_t panel, int slice, Quantized rows, const int8_t *w,
+                Asks asks, float *out) {
     static_assert(SHARE == STEPS * PACK<int8_t>, "a share is a run");
-    std::fill(out, out + M * COLS, 0.f);
+    const int64_t output = panel * COLS + slice * VL;
+    w += slice * VL * PACK<int8_t>;
+    out += slice * VL;
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < SLICE; v++) store(out + m * COLS + v * VL, vec{});
     for (int64_t share = 0; share * SHARE < linear.num_inputs; share++) {
-        ivec part[M][NV];
-        UNROLLED for (int v = 0; v < NV; v++) {
-            const ivec zeros = zeros_of(linear, share, panel * COLS + v * VL);
+        ivec part[M][SLICE];
+        UNROLLED for (int v = 0; v < SLICE; v++) {
+            const ivec zeros = zeros_of(linear, share, output + v * VL);
             UNROLLED for (int m = 0; m < M; m++) part[m][v] = -zeros;
         }
         const char *line = asks.of_run(share, w + share * SHARE * COLS);
         for (int64_t i = share * SHARE; i < (share + 1) * SHARE; i += PACK<int8_t>) {
             const int8_t *at = w + i * COLS;
             asks.ask(line);
-            ivec packs[NV];
-            UNROLLED for (int v = 0; v < NV; v++)
-                packs[v] = load_packs(at + v * VL * PACK<int8_t>);
+            decltype(opened(load_packs(at))) packs[SLICE];
+            UNROLLED for (int v = 0; v < SLICE; v++)
+                packs[v] = opened(load_packs(at + v * VL * PACK<int8_t>));
             UNROLLED for (int m = 0; m < M; m++)
-                UNROLLED for (int v = 0; v < NV; v++)
+                UNROLLED for (int v = 0; v < SLICE; v++)
                     part[m][v] = dot(part[m][v], rows.acts + m * rows.stride + i, packs[v]);
         }
         UNROLLED for (int m = 0; m < M; m++)
-            UNROLLED for (int v = 0; v < NV; v++) {
+            UNROLLED for (int v = 0; v < SLICE; v++) {
                 float *to = out + m * COLS + v * VL;
                 store(to, load(to) + __builtin_convertvector(part[m][v], vec) *
                                          rows.scales[m * rows.num_shares + share]);
             }
     }
     for (int m = 0; m < M; m++)
-        for (int v = 0; v < NV; v++) {
+        for (int v = 0; v < SLICE; v++) {
             float *to = out + m * COLS + v * VL;
-            store(to, load(to) * load(linear.scales + panel * COLS + v * VL));
+            store(to, load(to) * load(linear.scales + output + v * VL));
         }
 }
 
@@ -317,16 +330,17 @@ inline void multiply_shares(const Machine &machine, const Linear &linear, int64_
         return tile_shares(linear, panel, rows, num_rows, w, out);
 #endif
     in_passes<MOST_ROWS<int8_t>>(num_rows, [&](int first, auto n) {
-        ahead.pass([&](auto asks) {
-            share_rows<n()>(linear, panel, rows.after(first), w, asks, out + first * COLS);
-        });
+        for (int v = 0; v < NV; v += SLICE)
+            ahead.pass([&](auto asks) {
+                share_rows<n()>(linear, panel, v, rows.after(first), w, asks, out + first * COLS);
+            });
     });
 }
 
 // A row of n numbers, given VL at a time, as uint8 with a scale for each share. What is no number
 // stays none.
 template <class Numbers>
-void quantize(int64_t n, Numbers numbers, uint8_t *out, float *scales) {
+void quantize(int64_t n, Numbers numbers, Byte *out, float *scales) {
     for (int64_t begin = 0; begin < n; begin += SHARE, scales++) {
         const int64_t end = std::min(n, begin + SHARE);
         vec most{}, none{};
@@ -339,9 +353,7 @@ void quantize(int64_t n, Numbers numbers, uint8_t *out, float *scales) {
         const float peak = max_of(most), factor = peak > 0 ? 127.f / peak : 0.f;
         for (int64_t i = begin; i < end; i += VL) {
             // Adding 1.5 * 2^23 rounds to the nearest integer, which then is in the lower bits.
-            const uvec rounded = (uvec)(numbers(i) * factor + (12582912.f + ZERO));
-            const bvec bytes = quartered(rounded);
-            memcpy(out + i, &bytes, sizeof bytes);
+            store(out + i, (uvec)(numbers(i) * factor + (12582912.f + ZERO)));
         }
         *scales = peak / 127.f + sum_of(none);
     }

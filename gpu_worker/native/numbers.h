@@ -24,6 +24,7 @@ typedef int32_t ivec __attribute__((vector_size(VL * 4)));
 typedef uint32_t uvec __attribute__((vector_size(VL * 4)));
 typedef uint8_t bvec __attribute__((vector_size(VL)));
 typedef uint16_t hvec __attribute__((vector_size(VL * 2)));
+typedef int16_t svec __attribute__((vector_size(VL * 4)));
 
 // Numbers that lie side by side where products are added up, since one instruction can do with that
 // many at once: 1 float, 2 of bfloat16, 4 of int8.
@@ -41,6 +42,13 @@ void with_constant(int n, Then then) {
     then(std::integral_constant<int, MOST>{});
 }
 
+// What numbers of T are multiplied with: T where one instruction multiplies packs of them, else float.
+#ifdef __AVX512BF16__
+template <class T> using Factor = T;
+#else
+template <class T> using Factor = float;
+#endif
+
 inline float to_float(float x) { return x; }
 inline float to_float(uint16_t x) {  // bfloat16: the upper half of a float
     uint32_t bits = uint32_t(x) << 16;
@@ -54,6 +62,13 @@ inline void put(uint16_t *p, float v) {  // round to nearest even
     memcpy(&bits, &v, 4);
     *p = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
+template <class To, class From>
+To as(From x) {
+    if constexpr (std::is_same_v<To, From>) return x;
+    To y;
+    put(&y, to_float(x));
+    return y;
+}
 inline vec load(const float *p) {
     vec v;
     memcpy(&v, p, sizeof v);
@@ -64,6 +79,13 @@ inline vec load(const float *p) {
 inline uvec widened(hvec h) { return (uvec)_mm512_cvtepu16_epi32((__m256i)h); }
 inline hvec halved(uvec v) { return (hvec)_mm512_cvtepi32_epi16((__m512i)v); }
 inline bvec quartered(uvec v) { return (bvec)_mm512_cvtepi32_epi8((__m512i)v); }
+#elif VL == 8 && defined(__AVX2__)
+inline uvec widened(hvec h) { return (uvec)_mm256_cvtepu16_epi32((__m128i)h); }
+inline hvec halved(uvec v) {  // of numbers below 2^16
+    const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
+    return (hvec)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+}
+inline bvec quartered(uvec v) { return __builtin_convertvector(v, bvec); }
 #else
 inline uvec widened(hvec h) { return __builtin_convertvector(h, uvec); }
 inline hvec halved(uvec v) { return __builtin_convertvector(v, hvec); }
@@ -90,7 +112,8 @@ inline void store(uint16_t *p, vec v) {  // as `put` rounds
 inline vec all(float x) { return vec{} + x; }
 inline vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
 
-// VL packs, and `dot`: what they and the one pack at `a` make, lane by lane, on top of a sum.
+// VL packs; what they are multiplied as; and `dot`: what those and the one pack at `a` make, lane by
+// lane, on top of a sum.
 inline vec load_packs(const float *p) { return load(p); }
 inline uvec load_packs(const uint16_t *p) {
     uvec v;
@@ -102,27 +125,78 @@ inline ivec load_packs(const int8_t *p) {
     memcpy(&v, p, sizeof v);
     return v;
 }
+
+inline vec opened(vec packs) { return packs; }
 inline vec dot(vec sum, const float *a, vec packs) { return sum + packs * *a; }
-inline vec dot(vec sum, const uint16_t *a, uvec packs) {
+
 #ifdef __AVX512BF16__
+inline uvec opened(uvec packs) { return packs; }
+inline vec dot(vec sum, const uint16_t *a, uvec packs) {
     uint32_t pair;
     memcpy(&pair, a, 4);
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)packs);
-#else
-    sum += (vec)(packs << 16) * to_float(a[0]);
-    return sum + (vec)(packs & 0xffff0000u) * to_float(a[1]);
-#endif
 }
+#else
+struct Halves {
+    vec first, second;
+};
+inline Halves opened(uvec packs) { return {(vec)(packs << 16), (vec)(packs & 0xffff0000u)}; }
+inline vec dot(vec sum, const float *a, Halves packs) {
+    sum += packs.first * a[0];
+    return sum + packs.second * a[1];
+}
+#endif
+
+// Activations beside int8, four of which lie in the order in which `opened` has the weights.
+#if VL == 16 && defined(__AVX512VNNI__) || VL == 8 && defined(__AVXVNNI__)
+using Byte = uint8_t;
+constexpr bool MULTIPLIES_FOURS = true;
+inline ivec opened(ivec packs) { return packs; }
 inline ivec dot(ivec sum, const uint8_t *a, ivec packs) {
-#ifdef __AVX512VNNI__
-    uint32_t four;
+    int32_t four;
     memcpy(&four, a, 4);
+#if VL == 16
     return (ivec)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(four), (__m512i)packs);
 #else
-    for (int i = 0; i < 4; i++) sum += ((packs << (24 - 8 * i)) >> 24) * int32_t(a[i]);
-    return sum;
+    return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, _mm256_set1_epi32(four), (__m256i)packs);
 #endif
 }
+inline void store(uint8_t *p, uvec bytes) {
+    const bvec narrow = quartered(bytes);
+    memcpy(p, &narrow, sizeof narrow);
+}
+#else
+using Byte = uint16_t;  // the first, third, second and fourth
+constexpr bool MULTIPLIES_FOURS = false;
+struct Quarters {  // pairs
+    svec even, odd;
+};
+inline Quarters opened(ivec packs) { return {((svec)packs << 8) >> 8, (svec)packs >> 8}; }
+inline ivec madd(svec packs, const uint16_t *pair) {
+    int32_t both;
+    memcpy(&both, pair, 4);
+#if VL == 16 && defined(__AVX512BW__)
+    return (ivec)_mm512_madd_epi16((__m512i)packs, _mm512_set1_epi32(both));
+#elif VL == 8 && defined(__AVX2__)
+    return (ivec)_mm256_madd_epi16((__m256i)packs, _mm256_set1_epi32(both));
+#elif VL == 4 && defined(__SSE2__)
+    return (ivec)_mm_madd_epi16((__m128i)packs, _mm_set1_epi32(both));
+#else
+    const ivec lower = (ivec)((uvec)packs << 16) >> 16, upper = (ivec)packs >> 16;
+    return lower * int32_t(pair[0]) + upper * int32_t(pair[1]);
+#endif
+}
+inline ivec dot(ivec sum, const uint16_t *a, Quarters packs) {
+    sum += madd(packs.even, a);
+    return sum + madd(packs.odd, a + 2);
+}
+inline void store(uint16_t *p, uvec bytes) {
+    ivec lanes;
+    for (int i = 0; i < VL; i++) lanes[i] = i % 4 == 1 ? i + 1 : i % 4 == 2 ? i - 1 : i;
+    const hvec narrow = halved(__builtin_shuffle(bytes, lanes) & 0xff);
+    memcpy(p, &narrow, sizeof narrow);
+}
+#endif
 
 // 2 to the power of x <= 0; relative error < 3e-7 (Taylor, degree 6, on [-0.5, 0.5]). For x < -126 it
 // is anything from 0 to 2^-126, and what is no number stays none.
@@ -163,6 +237,8 @@ inline vec sigmoidv(vec y) {  // likewise
 inline bool any(ivec lanes) {  // whether a comparison holds in one of them
 #if VL == 16 && defined(__AVX512F__)
     return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes) != 0;
+#elif VL == 8 && defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)lanes, (__m256i)lanes);
 #else
     int32_t found = 0;
     for (int i = 0; i < VL; i++) found |= lanes[i];

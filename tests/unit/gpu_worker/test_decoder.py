@@ -144,6 +144,7 @@ def test_what_a_step_writes_may_be_read_by_another_request_of_it(
 
 OLDER = {
     "AVX-512": (16, ["-march=x86-64-v4"]),
+    "AVX-VNNI": (8, ["-march=x86-64-v3", "-mavxvnni"]),
     "AVX2": (8, ["-march=x86-64-v3"]),
     "plain": (4, list[str]()),
 }
@@ -153,7 +154,11 @@ OLDER = {
     "processor",
     [pytest.param(name, marks=pytest.mark.long if name != "AVX2" else ()) for name in OLDER],
 )
-@pytest.mark.parametrize("changes", [{}, {"dtype": "bfloat16", "quantization": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "quantization": "int8"}],
+    ids=str,
+)
 def test_older_processors_say_the_same(
     processor: str,
     changes: dict[str, Any],
@@ -161,8 +166,9 @@ def test_older_processors_say_the_same(
     seen_logits: list[Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if processor == "AVX-512" and "avx512f" not in library.processor_features():
-        pytest.skip("this processor has no AVX-512")
+    needed = {"AVX-512": "avx512f", "AVX-VNNI": "avx_vnni"}.get(processor)
+    if needed and needed not in library.processor_features():
+        pytest.skip(f"this processor has no {processor}")
     here = play(make_runner(**changes), seen_logits, STEPS[:5])
     monkeypatch.setattr(library, "_vectors", lambda: OLDER[processor])
     there = play(make_runner(**changes), seen_logits, STEPS[:5])
