@@ -33,7 +33,7 @@ from gpu_worker.attention.selector import select_backend
 from gpu_worker.block_table import ProtocolError
 from gpu_worker.decode_graphs import CudaCapture
 from gpu_worker.grammars import GrammarCompiler
-from gpu_worker.model_loader import LoadedModel, load_model
+from gpu_worker.model_loader import LoadedModel, in_float32, is_fast, load_model
 from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.native.library import NoLibraryError
 from gpu_worker.native.memory import keep_what_is_freed
@@ -150,6 +150,9 @@ class Executor:
         backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
         tell("preparing the weights")
         model = prepare(settings, model, backend)
+        if settings.dtype == "auto" and not is_fast(model):  # a decoder of our own would have been
+            model = in_float32(model)
+            backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
         if isinstance(backend, StaticBackend):
             tell("compiling, and measuring memory")
         capacity = self._fit(model, backend)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +25,7 @@ from gpu_worker.attention.base import (
     LayerAttention,
     paged_attention,
 )
+from gpu_worker.families import FAMILIES
 from gpu_worker.native.library import processor_features
 from wire.config import Settings, SettingsError
 from wire.service import StartupError
@@ -94,7 +95,7 @@ def load_model(settings: Settings, folder: Path) -> LoadedModel:
         raise StartupError(f"{folder} has no configuration that can be read: {error}") from error
     if config.is_encoder_decoder:
         raise StartupError(f"{folder}: encoder-decoder models are not served")
-    dtype = pick_dtype(settings, getattr(config, "dtype", None), device)
+    dtype = pick_dtype(settings, config, device)
     max_model_len = pick_max_model_len(settings, config)
     try:
         module: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -137,12 +138,11 @@ def pick_device(settings: Settings) -> torch.device:
     return torch.device("cuda")
 
 
-def pick_dtype(
-    settings: Settings, checkpoint: torch.dtype | None, device: torch.device
-) -> torch.dtype:
+def pick_dtype(settings: Settings, config: Any, device: torch.device) -> torch.dtype:
     """The dtype of DTYPE; `auto`: the checkpoint's where the device is fast at it, else float32.
 
-    Raises SettingsError for one that the device lacks.
+    For a model that has a decoder of our own it is fast at what that is fast at. Raises
+    SettingsError for one that the device lacks.
     """
     lacks_bfloat16 = device.type == "cuda" and torch.bfloat16 not in _fast_dtypes(device)
     if settings.dtype == "bfloat16" and lacks_bfloat16:
@@ -151,9 +151,24 @@ def pick_dtype(
         chosen = getattr(torch, settings.dtype)
         assert isinstance(chosen, torch.dtype)
         return chosen
-    if checkpoint is None or not checkpoint.is_floating_point:
-        return torch.float32
-    return checkpoint if checkpoint in _fast_dtypes(device) else torch.float32
+    checkpoint: torch.dtype | None = getattr(config, "dtype", None)
+    fast = _fast_dtypes(device)
+    if not FAMILIES.isdisjoint(getattr(config, "architectures", None) or ()):
+        fast |= _fast_dtypes_of_ours(device)
+    return checkpoint if checkpoint in fast else torch.float32
+
+
+def is_fast(model: LoadedModel) -> bool:
+    """Whether its device is fast at its dtype, as it runs."""
+    fast = {torch.float32} | _fast_dtypes(model.device)
+    if model.decoder is not None:
+        fast |= _fast_dtypes_of_ours(model.device)
+    return model.dtype in fast
+
+
+def in_float32(model: LoadedModel) -> LoadedModel:
+    """The same model, whose weights are in float32 from now on."""
+    return replace(model, module=model.module.float(), dtype=torch.float32)
 
 
 def pick_max_model_len(settings: Settings, config: Any) -> int:
@@ -179,6 +194,12 @@ def _fast_dtypes(device: torch.device) -> set[torch.dtype]:
         has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return {torch.float16, torch.bfloat16} if has_bfloat16 else {torch.float16}
     return {torch.bfloat16} if {"avx512_bf16", "amx_bf16"} & processor_features() else set()
+
+
+def _fast_dtypes_of_ours(device: torch.device) -> set[torch.dtype]:
+    """What our decoders are fast at besides: on a CPU they widen bfloat16 as they read it."""
+    is_vectored = {"avx2", "fma"} <= processor_features()
+    return {torch.bfloat16} if device.type == "cpu" and is_vectored else set()
 
 
 @torch.inference_mode()

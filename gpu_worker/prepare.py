@@ -30,6 +30,7 @@ from gpu_worker.attention.base import (
 from gpu_worker.attention.cpu import CpuAttention
 from gpu_worker.attention.dense import attend_causal
 from gpu_worker.decoder import DecoderLayer, DecoderWeights, NativeDecoder
+from gpu_worker.families import FAMILIES
 from gpu_worker.model_loader import ATTENTION_NAME, Decoder, LoadedModel
 from gpu_worker.native import packing
 from gpu_worker.native.library import NoLibraryError
@@ -38,9 +39,6 @@ from gpu_worker.native.packing import HALF, PackedLinear, interleaved
 from wire.config import Settings, SettingsError
 
 log = structlog.get_logger()
-
-# Classes whose layers are: norm, attention with rotary positions, norm, gated MLP.
-FAMILIES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 
 # Largest error of what a layer adds, relative to its size.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.int8: 0.15}

@@ -148,10 +148,10 @@ ARCHITECTURES = {
 }
 
 
-def save(config: Any, folder: Path, seed: int = 0) -> Path:
+def save(config: Any, folder: Path, seed: int = 0, *, dtype: torch.dtype = torch.float32) -> Path:
     """Make the model and write its folder."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(folder)
     return folder
 

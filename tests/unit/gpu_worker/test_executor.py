@@ -8,9 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import torch
 
+from gpu_worker import model_loader
 from gpu_worker.executor import Executor
 from gpu_worker.model_runner import ModelRunner
+from tests.fakes import tiny_models
 from tests.fakes.step_driver import StepDriver
 from wire.config import SettingsError, load
 from wire.messages import ModelRunnerOutput, SchedulerOutput
@@ -36,6 +39,27 @@ async def test_loading_announces_what_fits(tiny_folder: Callable[[str], Path]) -
     info = await executor.load(lambda: tiny_folder("llama"))
     assert (info.device, info.dtype) == ("cpu", "bfloat16")
     assert (info.capacity.num_blocks, info.capacity.max_model_len) == (3, 96)
+    executor.close()
+
+
+@pytest.mark.parametrize(("activation", "dtype"), [("silu", "bfloat16"), ("gelu", "float32")])
+async def test_auto_is_bfloat16_where_only_our_decoder_is_fast_at_it(
+    activation: str,
+    dtype: str,
+    tmp_path: Path,
+    kernel_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Our decoder does not know gelu."""
+    monkeypatch.setattr(model_loader, "processor_features", lambda: {"avx2", "fma"})
+    config = tiny_models.llama()
+    config.hidden_act = activation
+    folder = tiny_models.save(config, tmp_path, dtype=torch.bfloat16)
+    executor = Executor(load(device="cpu", num_gpu_blocks=64, model_cache_dir=kernel_folder.parent))
+    info = await executor.load(lambda: folder)
+    assert info.dtype == dtype
+    result = await executor.submit(driver().step(start={1: 3}))
+    assert result is not None and len(result.sampled_token_ids) == 1
     executor.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +104,10 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- dtype, device, length
 
 
+def config_of(checkpoint: torch.dtype | None, architecture: str = "Other") -> SimpleNamespace:
+    return SimpleNamespace(dtype=checkpoint, architectures=[architecture])
+
+
 @pytest.mark.parametrize(
     ("flags", "checkpoint", "chosen"),
     [
@@ -121,8 +126,30 @@ def test_auto_takes_the_checkpoints_dtype_where_the_processor_is_fast_at_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_loader, "processor_features", lambda: flags)
-    assert pick_dtype(load(), checkpoint, CPU) == chosen
-    assert pick_dtype(load(dtype="float16"), checkpoint, CPU) == torch.float16
+    assert pick_dtype(load(), config_of(checkpoint), CPU) == chosen
+    assert pick_dtype(load(dtype="float16"), config_of(checkpoint), CPU) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("flags", "checkpoint", "chosen"),
+    [
+        ({"avx2", "fma"}, torch.bfloat16, torch.bfloat16),
+        ({"avx2", "fma", "avx512f"}, torch.bfloat16, torch.bfloat16),
+        ({"avx2", "fma"}, torch.float16, torch.float32),
+        ({"sse4_2"}, torch.bfloat16, torch.float32),
+        (set[str](), torch.bfloat16, torch.float32),
+    ],
+)
+def test_auto_counts_on_our_own_decoder(
+    flags: set[str],
+    checkpoint: torch.dtype,
+    chosen: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_loader, "processor_features", lambda: flags)
+    config = tiny_models.llama()
+    config.dtype, config.architectures = checkpoint, ["LlamaForCausalLM"]
+    assert pick_dtype(load(), config, CPU) == chosen
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -170,10 +197,10 @@ def test_a_dtype_that_the_gpu_lacks_is_a_bad_setting(monkeypatch: pytest.MonkeyP
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(SettingsError, match=r"DTYPE=bfloat16: this GPU has none; float16"):
-        pick_dtype(load(dtype="bfloat16"), torch.bfloat16, gpu)
-    assert pick_dtype(load(), torch.bfloat16, gpu) == torch.float32
+        pick_dtype(load(dtype="bfloat16"), config_of(torch.bfloat16), gpu)
+    assert pick_dtype(load(), config_of(torch.bfloat16), gpu) == torch.float32
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert pick_dtype(load(dtype="bfloat16"), torch.float32, gpu) == torch.bfloat16
+    assert pick_dtype(load(dtype="bfloat16"), config_of(torch.float32), gpu) == torch.bfloat16
 
 
 def test_requests_may_be_shorter_but_not_longer_than_the_model_was_made_for() -> None:

@@ -21,10 +21,11 @@ from triton.runtime.jit import JITFunction
 
 from gpu_worker import rehearsal
 from gpu_worker.attention.triton import TritonAttention
+from gpu_worker.families import FAMILIES
 from gpu_worker.fused_decoder import FusedDecoder
 from gpu_worker.model_loader import load_model
 from gpu_worker.model_runner import ModelRunner
-from gpu_worker.prepare import FAMILIES, rotary_table
+from gpu_worker.prepare import rotary_table
 from gpu_worker.request_states import Capacity
 from kernels import heuristics
 from tests.fakes import recorder, tiny_models
