@@ -47,7 +47,7 @@ from wire.config import Settings, new_incarnation, process_id
 from wire.service import heartbeat
 from wire.traces import Tracing
 
-SECONDS_TO_COMMENT = 5.0  # a stream that has nothing to say shows that it lives
+KEEP_ALIVE_AFTER_S = 5.0  # a stream that has nothing to say shows that it lives
 
 Context = Callable[[web.Application], AsyncIterator[None]]
 
@@ -57,7 +57,7 @@ def create_app(
     bus: Bus,
     gateway_id: str | None = None,
     *,
-    keep_alive_s: float = SECONDS_TO_COMMENT,
+    keep_alive_s: float = KEEP_ALIVE_AFTER_S,
     access: Access | None = None,
     tracing: Tracing | None = None,
 ) -> web.Application:

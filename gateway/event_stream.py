@@ -1,4 +1,4 @@
-"""Server-sent events by hand: one connection, its events, and comments that keep it alive.
+"""Server-sent events by hand: one connection, its events, and what keeps it alive between them.
 
 Written out here since it is twenty lines, and since an event must be one write with its neighbours.
 """
@@ -47,8 +47,12 @@ class EventStream:
             await self._write("".join(texts))
 
     async def keep_alive(self) -> None:
-        """Send a comment, which clients ignore and proxies take for life."""
-        await self._write(": keep-alive\n\n")
+        """Send an event without anything in it, which clients ignore and proxies take for life.
+
+        A comment would do, but for clients that strip what comes over the network piece by piece:
+        they would take it for the beginning of the next event, and lose that.
+        """
+        await self._write("\n\n")
 
     async def done(self, event_id: str | None, mark: str | None) -> web.StreamResponse:
         """Send the end mark, if there is one, and end the response.

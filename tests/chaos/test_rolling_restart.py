@@ -107,7 +107,7 @@ async def listen(urls: list[str], body: dict[str, Any], draw: random.Random) -> 
                         continue
                     async for piece in response.content.iter_any():
                         *whole, buffer = (buffer + piece.decode()).split("\n\n")
-                        blocks += [f"{one}\n\n" for one in whole if not one.startswith(":")]
+                        blocks += [f"{one}\n\n" for one in whole if one]
             except aiohttp.ClientError:
                 await asyncio.sleep(0.1)
     return neutral("".join(blocks))

@@ -119,7 +119,7 @@ class Listener:
     blocks: list[str] = field(default_factory=list)
     """Events as they came; comments left out."""
     status: int = 0
-    num_comments: int = 0
+    num_kept_alive: int = 0
     news: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def listen(self, url: str) -> None:
@@ -161,8 +161,8 @@ class Listener:
         async for piece in response.content.iter_any():
             buffer += piece.decode()
             *blocks, buffer = buffer.split("\n\n")
-            self.num_comments += sum(block.startswith(":") for block in blocks)
-            self.blocks += [f"{block}\n\n" for block in blocks if not block.startswith(":")]
+            self.num_kept_alive += blocks.count("")
+            self.blocks += [f"{block}\n\n" for block in blocks if block]
             async with self.news:
                 self.news.notify_all()
         assert not buffer, "the stream ends within an event"

@@ -69,7 +69,7 @@ class World:
 def parse_events(text: str) -> list[Any]:
     events = []
     for block in text.split("\n\n")[:-1]:
-        if block.startswith(":"):
+        if not block:  # it keeps the connection alive
             continue
         data = block.removeprefix("data: ")
         events.append(data if data == "[DONE]" else json.loads(data))

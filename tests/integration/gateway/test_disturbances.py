@@ -68,9 +68,9 @@ class Crowd:
 
     async def are_kept_waiting(self) -> None:
         """Wait until each has been told more than once that its stream lives."""
-        before = [client.num_comments for client in self.clients]
+        before = [client.num_kept_alive for client in self.clients]
         pairs = list(zip(self.clients, before, strict=True))
-        await until(lambda: all(client.num_comments >= count + 2 for client, count in pairs))
+        await until(lambda: all(client.num_kept_alive >= count + 2 for client, count in pairs))
 
     async def check(self) -> None:
         """Wait for all, and compare each with what is undisturbed."""

@@ -44,7 +44,7 @@ async def events_of(world: World, body: dict[str, Any]) -> list[dict[str, Any]]:
     async with world.http.post(world.url + PATH, json={**body, "stream": True}) as got:
         assert got.status == 200, await got.text()
         events = []
-        for block in (await got.text()).split("\n\n")[:-1]:
+        for block in filter(None, (await got.text()).split("\n\n")):
             name, data = block.split("\n")
             events.append(json.loads(data.removeprefix("data: ")))
             assert name == f"event: {events[-1]['type']}"

@@ -39,13 +39,13 @@ async def heard(pool: Pool, body: dict[str, Any], **options: Any) -> Listener:
 
 
 async def rest(pool: Pool, req_id: str, last_id: str | None, **headers: str) -> tuple[int, str]:
-    """What the other gateway says to a client that comes back, without comments."""
+    """What the other gateway says to a client that comes back, but for what keeps it alive."""
     if last_id is not None:
         headers["Last-Event-ID"] = last_id
     url = f"{pool.urls[1]}/v1/streams/{req_id}"
     async with pool.http.get(url, headers=headers) as response:
         blocks = (await response.text()).split("\n\n")[:-1]
-        return response.status, "".join(f"{b}\n\n" for b in blocks if not b.startswith(":"))
+        return response.status, "".join(f"{b}\n\n" for b in blocks if b)
 
 
 # ---------------------------------------------------------------- events and their ids
