@@ -33,7 +33,7 @@ from gpu_worker.attention.selector import select_backend
 from gpu_worker.block_table import ProtocolError
 from gpu_worker.decode_graphs import CudaCapture
 from gpu_worker.grammars import GrammarCompiler
-from gpu_worker.model_loader import LoadedModel, in_float32, is_fast, load_model
+from gpu_worker.model_loader import LoadedModel, is_fast, load_model
 from gpu_worker.model_runner import Launched, ModelRunner
 from gpu_worker.native.library import NoLibraryError
 from gpu_worker.native.memory import keep_what_is_freed
@@ -144,15 +144,12 @@ class Executor:
         with contextlib.suppress(RuntimeError):  # torch takes it once, and only before any work
             torch.set_num_interop_threads(1)
         keep_what_is_freed()
-        settings = self._settings
-        tell("loading the weights")
-        model = load_model(settings, folder)
-        backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
-        tell("preparing the weights")
-        model = prepare(settings, model, backend)
-        if settings.dtype == "auto" and not is_fast(model):  # a decoder of our own would have been
-            model = in_float32(model)
-            backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
+        model, backend = _prepared(self._settings, folder, tell)
+        if self._settings.dtype == "auto" and not is_fast(model):
+            log.warning("only_our_decoder_is_fast", dtype=str(model.dtype), instead="float32")
+            del model, backend
+            as_float32 = self._settings.model_copy(update={"dtype": "float32"})
+            model, backend = _prepared(as_float32, folder, tell)
         if isinstance(backend, StaticBackend):
             tell("compiling, and measuring memory")
         capacity = self._fit(model, backend)
@@ -275,6 +272,14 @@ class Executor:
         self.runner.reset()
         self._in_flight.clear()
         self._is_broken = False
+
+
+def _prepared(settings: Settings, folder: Path, tell: Tell) -> tuple[LoadedModel, PagedBackend]:
+    tell("loading the weights")
+    model = load_model(settings, folder)
+    backend = select_backend(settings, model.dtype, model.device, model.kv_shapes)
+    tell("preparing the weights")
+    return prepare(settings, model, backend), backend
 
 
 def _failed(epoch: int, step_id: int, reason: str) -> ModelRunnerOutput:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ from gpu_worker.attention.base import (
     paged_attention,
 )
 from gpu_worker.families import FAMILIES
-from gpu_worker.native.library import processor_features
+from gpu_worker.native.library import AVX2, processor_features
 from wire.config import Settings, SettingsError
 from wire.service import StartupError
 
@@ -153,7 +153,8 @@ def pick_dtype(settings: Settings, config: Any, device: torch.device) -> torch.d
         return chosen
     checkpoint: torch.dtype | None = getattr(config, "dtype", None)
     fast = _fast_dtypes(device)
-    if not FAMILIES.isdisjoint(getattr(config, "architectures", None) or ()):
+    is_known = not FAMILIES.isdisjoint(getattr(config, "architectures", None) or ())
+    if is_known and getattr(config, "quantization_config", None) is None:
         fast |= _fast_dtypes_of_ours(device)
     return checkpoint if checkpoint in fast else torch.float32
 
@@ -164,11 +165,6 @@ def is_fast(model: LoadedModel) -> bool:
     if model.decoder is not None:
         fast |= _fast_dtypes_of_ours(model.device)
     return model.dtype in fast
-
-
-def in_float32(model: LoadedModel) -> LoadedModel:
-    """The same model, whose weights are in float32 from now on."""
-    return replace(model, module=model.module.float(), dtype=torch.float32)
 
 
 def pick_max_model_len(settings: Settings, config: Any) -> int:
@@ -198,7 +194,7 @@ def _fast_dtypes(device: torch.device) -> set[torch.dtype]:
 
 def _fast_dtypes_of_ours(device: torch.device) -> set[torch.dtype]:
     """What our decoders are fast at besides: on a CPU they widen bfloat16 as they read it."""
-    is_vectored = {"avx2", "fma"} <= processor_features()
+    is_vectored = processor_features() >= AVX2
     return {torch.bfloat16} if device.type == "cpu" and is_vectored else set()
 
 

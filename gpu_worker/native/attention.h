@@ -26,7 +26,7 @@ namespace {
 
 constexpr int GROUP = 16;          // tokens of a group
 constexpr int LANES = GROUP / VL;  // registers that hold one number for each token of a group
-constexpr int R = VL == 16 ? 12 : 6;  // rows of a full tile
+constexpr int R = VL == 16 ? 12 : 8;  // rows of a full tile
 constexpr int HEADS = 8;           // key/value heads that are gone through together, at most
 constexpr float HEADROOM = 8.f;    // above the largest score so far, in powers of two
 

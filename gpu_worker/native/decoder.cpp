@@ -204,7 +204,8 @@ class Forward {
     // Of a token, what belongs to the kv heads [begin, end).
     void rotate_and_write(int64_t t, int64_t begin, int64_t end, const LayerWeights &layer) const {
         const int64_t per_kv = d.num_heads / d.num_kv_heads;
-        Number *queries = qkv[t], *key = queries + d.num_heads * DK, *value = key + d.num_kv_heads * DK;
+        Number *queries = qkv[t];
+        Number *key = queries + d.num_heads * DK, *value = key + d.num_kv_heads * DK;
         for (int64_t h = begin * per_kv; h < end * per_kv; h++)
             rotate(queries + h * DK, work.positions[t], layer.q_norm);
         for (int64_t h = begin; h < end; h++) rotate(key + h * DK, work.positions[t], layer.k_norm);

@@ -17,6 +17,9 @@ from importlib import resources
 from pathlib import Path
 
 FLAGS = ("-O3", "-std=c++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+AVX2 = frozenset({"avx2", "fma"})
+"""Features of a processor that has vectors of 8 floats, as the decoder uses them."""
+
 _COMPILE_TIMEOUT_S = 120
 
 
@@ -67,7 +70,7 @@ def _vectors() -> tuple[int, list[str]]:
     features = processor_features()
     if "avx512f" in features:
         return 16, ["-march=native", "-mprefer-vector-width=512"]
-    if {"avx2", "fma"} <= features:
+    if features >= AVX2:
         return 8, ["-march=x86-64-v3", *(["-mavxvnni"] if "avx_vnni" in features else [])]
     return 4, []
 

@@ -3,12 +3,12 @@
 // A *panel* holds the weights of COLS outputs, as the inner loop reads them:
 //     float      [inputs][COLS]
 //     bfloat16   [inputs / 2][COLS][2]    pairs of inputs, which one instruction multiplies and adds
-//     int8       [inputs / 4][COLS][4]    fours, likewise; activations are uint8 around ZERO, with a
-//                                         scale for each SHARE of a row's inputs
+//     int8       [inputs / 4][COLS][4]    fours, likewise; activations are 1 to 255 around ZERO, with
+//                                         a scale for each SHARE of a row's inputs
 // Inputs are padded to whole tiles with zeros, outputs to whole panels.
 //
-// Three forms of the inner loop: tiles (AMX), dot-product instructions (AVX-512), and vectors of
-// whatever length. A row's numbers do not depend on the rows beside it, except that a row alone is
+// Three forms of the inner loop: tiles (AMX), dot-product instructions (AVX-512, AVX-VNNI), and
+// vectors of whatever length, beside which rows are float, or int8 in pairs. A row's numbers do not depend on the rows beside it, except that a row alone is
 // added up in an order of its own, unless `is_invariant`.
 
 #pragma once
@@ -18,7 +18,9 @@
 #include "lookahead.h"
 #include "numbers.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__linux__)
+// Tiles take what dot products take, without which activations are something else.
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && \
+    defined(__AVX512VNNI__) && defined(__linux__)
 #define HAS_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -31,7 +33,7 @@ constexpr int NV = COLS / VL;   // vectors that hold one number for each of them
 constexpr int SLICE = NV < 2 ? NV : 2;  // of those, what a pass adds up
 constexpr int SUMS_OF_ONE = 8;  // vectors in which a row alone is added up
 constexpr int BLOCK_ROWS = 32;  // rows that go through a panel together
-constexpr int ZERO = 128;       // what an activation of zero is as uint8
+constexpr int ZERO = 128;       // what an activation of zero is beside int8
 constexpr int SHARE = 64;       // inputs of a row that are quantized together
 constexpr int TILES_AHEAD = 16384;  // bytes of weights that are asked for before tiles need them
 
@@ -53,10 +55,10 @@ struct Linear {  // as decoder.py fills it
 template <class W> struct Beside;
 template <> struct Beside<float> { using Act = float; using Sum = float; };
 template <> struct Beside<uint16_t> { using Act = Factor<uint16_t>; using Sum = float; };
-template <> struct Beside<int8_t> { using Act = Byte; using Sum = int32_t; };
+template <> struct Beside<int8_t> { using Act = Int8Act; using Sum = int32_t; };
 
-// M rows through V vectors of a panel, of which the first are at `w`; U sums that are added up at the
-// end hide the latency of adding.
+// M rows through V vectors of a panel, of which the first are at `w`; U sums that are added up at
+// the end hide the latency of adding.
 template <class W, int M, int V, int U, class Asks>
 void vector_rows(const typename Beside<W>::Act *a, int64_t stride, const W *w, int64_t k, Asks asks,
                  typename Beside<W>::Sum *out) {
@@ -102,8 +104,8 @@ void in_passes(int rows, Pass pass) {
 
 template <class W>
 void vector_block(const typename Beside<W>::Act *a, int64_t stride, int rows, const W *w, int64_t k,
-                  Lookahead &ahead, typename Beside<W>::Sum *out, bool is_invariant) {
-    if (rows == 1 && !is_invariant)
+                  Lookahead &ahead, typename Beside<W>::Sum *out, bool is_alone) {
+    if (is_alone)
         return vector_rows<W, 1, NV, SUMS_OF_ONE / NV>(a, stride, w, k, AtHand{}, out);
     in_passes<MOST_ROWS<W>>(rows, [&](int first, auto n) {
         for (int v = 0; v < NV; v += SLICE)
@@ -213,11 +215,18 @@ struct Machine {
         return !std::is_same_v<W, float> && has_tiles && (rows >= FEW || is_invariant);
     }
 
-    // Passes through a panel that so many rows need, but for those by tiles.
+    // Whether this is a row that is added up in an order of its own.
+    template <class W>
+    bool is_alone(int64_t rows) const {
+        return rows == 1 && !is_invariant && !std::is_same_v<W, int8_t>;
+    }
+
+    // Passes that so many rows take through a panel and that ask for something.
     template <class W>
     int64_t num_passes(int64_t rows) const {
         const auto of_block = [&](int64_t n) {
-            return uses_tiles<W>(n) ? 0 : (n + MOST_ROWS<W> - 1) / MOST_ROWS<W> * (NV / SLICE);
+            const bool asks = !(uses_tiles<W>(n) || is_alone<W>(n));
+            return asks ? (n + MOST_ROWS<W> - 1) / MOST_ROWS<W> * (NV / SLICE) : 0;
         };
         return rows / BLOCK_ROWS * of_block(BLOCK_ROWS) + of_block(rows % BLOCK_ROWS);
     }
@@ -231,13 +240,13 @@ struct Machine {
         if constexpr (!std::is_same_v<W, float>)
             if (uses_tiles<W>(rows)) return tile_block(a, stride, rows, w, k, out);
 #endif
-        vector_block(a, stride, rows, w, k, ahead, out, is_invariant);
+        vector_block(a, stride, rows, w, k, ahead, out, is_alone<W>(rows));
     }
 };
 
 // Int8 activations as a panel takes them: shares of a row add up as integers, and a row as numbers.
 struct Quantized {
-    const Byte *acts;
+    const Int8Act *acts;
     int64_t stride;
     const float *scales;  // [rows][num_shares]
     int64_t num_shares;
@@ -337,10 +346,10 @@ inline void multiply_shares(const Machine &machine, const Linear &linear, int64_
     });
 }
 
-// A row of n numbers, given VL at a time, as uint8 with a scale for each share. What is no number
-// stays none.
+// A row of n numbers, given VL at a time, as int8 takes it, with a scale for each share. What is no
+// number stays none.
 template <class Numbers>
-void quantize(int64_t n, Numbers numbers, Byte *out, float *scales) {
+void quantize(int64_t n, Numbers numbers, Int8Act *out, float *scales) {
     for (int64_t begin = 0; begin < n; begin += SHARE, scales++) {
         const int64_t end = std::min(n, begin + SHARE);
         vec most{}, none{};
@@ -353,7 +362,7 @@ void quantize(int64_t n, Numbers numbers, Byte *out, float *scales) {
         const float peak = max_of(most), factor = peak > 0 ? 127.f / peak : 0.f;
         for (int64_t i = begin; i < end; i += VL) {
             // Adding 1.5 * 2^23 rounds to the nearest integer, which then is in the lower bits.
-            store(out + i, (uvec)(numbers(i) * factor + (12582912.f + ZERO)));
+            put_acts(out + i, (uvec)(numbers(i) * factor + (12582912.f + ZERO)));
         }
         *scales = peak / 127.f + sum_of(none);
     }

@@ -42,7 +42,7 @@ void with_constant(int n, Then then) {
     then(std::integral_constant<int, MOST>{});
 }
 
-// What numbers of T are multiplied with: T where one instruction multiplies packs of them, else float.
+// What numbers of T are multiplied with: T if one instruction multiplies packs of them, else float.
 #ifdef __AVX512BF16__
 template <class T> using Factor = T;
 #else
@@ -112,8 +112,8 @@ inline void store(uint16_t *p, vec v) {  // as `put` rounds
 inline vec all(float x) { return vec{} + x; }
 inline vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
 
-// VL packs; what they are multiplied as; and `dot`: what those and the one pack at `a` make, lane by
-// lane, on top of a sum.
+// VL packs; `opened`, what they are multiplied as; and `dot`: what that and the one pack at `a` make,
+// lane by lane, on top of a sum.
 inline vec load_packs(const float *p) { return load(p); }
 inline uvec load_packs(const uint16_t *p) {
     uvec v;
@@ -149,7 +149,7 @@ inline vec dot(vec sum, const float *a, Halves packs) {
 
 // Activations beside int8, four of which lie in the order in which `opened` has the weights.
 #if VL == 16 && defined(__AVX512VNNI__) || VL == 8 && defined(__AVXVNNI__)
-using Byte = uint8_t;
+using Int8Act = uint8_t;
 constexpr bool MULTIPLIES_FOURS = true;
 inline ivec opened(ivec packs) { return packs; }
 inline ivec dot(ivec sum, const uint8_t *a, ivec packs) {
@@ -161,12 +161,12 @@ inline ivec dot(ivec sum, const uint8_t *a, ivec packs) {
     return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sum, _mm256_set1_epi32(four), (__m256i)packs);
 #endif
 }
-inline void store(uint8_t *p, uvec bytes) {
+inline void put_acts(uint8_t *p, uvec bytes) {
     const bvec narrow = quartered(bytes);
     memcpy(p, &narrow, sizeof narrow);
 }
 #else
-using Byte = uint16_t;  // the first, third, second and fourth
+using Int8Act = uint16_t;  // the first, third, second and fourth
 constexpr bool MULTIPLIES_FOURS = false;
 struct Quarters {  // pairs
     svec even, odd;
@@ -190,7 +190,7 @@ inline ivec dot(ivec sum, const uint16_t *a, Quarters packs) {
     sum += madd(packs.even, a);
     return sum + madd(packs.odd, a + 2);
 }
-inline void store(uint16_t *p, uvec bytes) {
+inline void put_acts(uint16_t *p, uvec bytes) {
     ivec lanes;
     for (int i = 0; i < VL; i++) lanes[i] = i % 4 == 1 ? i + 1 : i % 4 == 2 ? i - 1 : i;
     const hvec narrow = halved(__builtin_shuffle(bytes, lanes) & 0xff);

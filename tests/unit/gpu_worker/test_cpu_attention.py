@@ -74,6 +74,14 @@ def test_heads_that_go_together_equal_dense_attention(
     assert_same(step.run(how), step.dense(how), 1e-5)
 
 
+@pytest.mark.parametrize("num_heads", [1, 7, 8, 9, 13, 24])  # more than a tile has rows, at last
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_size_of_a_group_is_special(num_heads: int, dtype: torch.dtype, new_step: Any) -> None:
+    step = new_step(MIXED, KVShape(1, 16, 16), num_heads=num_heads, dtype=dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert_same(step.run(VARIANTS["plain"]), step.dense(VARIANTS["plain"]), tolerance)
+
+
 def test_a_request_full_of_nan_harms_only_itself(new_step: Any) -> None:
     step = new_step(MIXED, SHAPE, num_heads=6)
     for sick in (0, 6):

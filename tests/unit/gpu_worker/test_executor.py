@@ -54,12 +54,14 @@ async def test_auto_is_bfloat16_where_only_our_decoder_is_fast_at_it(
     monkeypatch.setattr(model_loader, "processor_features", lambda: {"avx2", "fma"})
     config = tiny_models.llama()
     config.hidden_act = activation
+    config.tie_word_embeddings = True
     folder = tiny_models.save(config, tmp_path, dtype=torch.bfloat16)
     executor = Executor(load(device="cpu", num_gpu_blocks=64, model_cache_dir=kernel_folder.parent))
     info = await executor.load(lambda: folder)
     assert info.dtype == dtype
     result = await executor.submit(driver().step(start={1: 3}))
-    assert result is not None and len(result.sampled_token_ids) == 1
+    expected = tiny_models.last_logits(tiny_models.reference(folder), [3, 4, 5]).argmax()
+    assert result is not None and list(result.sampled_token_ids) == [int(expected)]
     executor.close()
 
 

@@ -86,7 +86,8 @@ def test_loops_of_products_keep_everything_in_registers(
     stack = re.compile(rf"%r[sb]p\).*{processor.register}|{processor.register}.*%r[sb]p\)")
     for loop in innermost_loops(assembly(tmp_path, processor, weight_type)):
         num_products = sum(line.startswith(instruction) for line in loop)
-        if num_products and any(line.startswith("prefetch") for line in loop):
+        # Attention's ask for its keys by another instruction.
+        if num_products and any(line.startswith("prefetcht0") for line in loop):
             num_rows = num_products / processor.products_of_a_row
             num_on_stack = sum(stack.search(line) is not None for line in loop)
             spilled[num_rows] = max(spilled.get(num_rows, 0), num_on_stack)

@@ -150,6 +150,8 @@ def test_auto_counts_on_our_own_decoder(
     config = tiny_models.llama()
     config.dtype, config.architectures = checkpoint, ["LlamaForCausalLM"]
     assert pick_dtype(load(), config, CPU) == chosen
+    config.quantization_config = {"quant_method": "bitnet"}  # which it does not know
+    assert pick_dtype(load(), config, CPU) == torch.float32
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
