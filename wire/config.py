@@ -67,8 +67,8 @@ class Settings(BaseSettings):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Arithmetic of the model; `auto`: the checkpoint's where the device has fast "
-        "arithmetic for it, else float32.",
+        description="What weights and cache are kept in; `auto`: the checkpoint's where this "
+        "worker is fast at it, else float32.",
     )
     quantization: Literal["none", "int8"] = Field(
         "none",
