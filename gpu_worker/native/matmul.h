@@ -8,8 +8,9 @@
 // Inputs are padded to whole tiles with zeros, outputs to whole panels.
 //
 // Three forms of the inner loop: tiles (AMX), dot-product instructions (AVX-512, AVX-VNNI), and
-// vectors of whatever length, beside which rows are float, or int8 in pairs. A row's numbers do not depend on the rows beside it, except that a row alone is
-// added up in an order of its own, unless `is_invariant`.
+// vectors of whatever length, beside which rows are float, or int8 in pairs. A row's numbers do not
+// depend on the rows beside it, except that a row alone is added up in an order of its own, unless
+// `is_invariant`.
 
 #pragma once
 
@@ -30,7 +31,7 @@ namespace {
 
 constexpr int COLS = 32;        // outputs of a panel
 constexpr int NV = COLS / VL;   // vectors that hold one number for each of them
-constexpr int SLICE = NV < 2 ? NV : 2;  // of those, what a pass adds up
+constexpr int SLICE = 2;        // of those, what a pass adds up
 constexpr int SUMS_OF_ONE = 8;  // vectors in which a row alone is added up
 constexpr int BLOCK_ROWS = 32;  // rows that go through a panel together
 constexpr int ZERO = 128;       // what an activation of zero is beside int8

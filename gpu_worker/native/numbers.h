@@ -79,17 +79,18 @@ inline vec load(const float *p) {
 inline uvec widened(hvec h) { return (uvec)_mm512_cvtepu16_epi32((__m256i)h); }
 inline hvec halved(uvec v) { return (hvec)_mm512_cvtepi32_epi16((__m512i)v); }
 inline bvec quartered(uvec v) { return (bvec)_mm512_cvtepi32_epi8((__m512i)v); }
-#elif VL == 8 && defined(__AVX2__)
+#else
+inline bvec quartered(uvec v) { return __builtin_convertvector(v, bvec); }
+#if VL == 8 && defined(__AVX2__)
 inline uvec widened(hvec h) { return (uvec)_mm256_cvtepu16_epi32((__m128i)h); }
 inline hvec halved(uvec v) {  // of numbers below 2^16
     const __m256i packed = _mm256_packus_epi32((__m256i)v, (__m256i)v);
     return (hvec)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 }
-inline bvec quartered(uvec v) { return __builtin_convertvector(v, bvec); }
 #else
 inline uvec widened(hvec h) { return __builtin_convertvector(h, uvec); }
 inline hvec halved(uvec v) { return __builtin_convertvector(v, hvec); }
-inline bvec quartered(uvec v) { return __builtin_convertvector(v, bvec); }
+#endif
 #endif
 inline vec load(const uint16_t *p) {
     hvec h;

@@ -104,8 +104,8 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- dtype, device, length
 
 
-def config_of(checkpoint: torch.dtype | None, architecture: str = "Other") -> SimpleNamespace:
-    return SimpleNamespace(dtype=checkpoint, architectures=[architecture])
+def config_of(checkpoint: torch.dtype | None) -> SimpleNamespace:
+    return SimpleNamespace(dtype=checkpoint, architectures=["Other"])
 
 
 @pytest.mark.parametrize(
